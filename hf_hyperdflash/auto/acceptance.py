@@ -50,6 +50,6 @@ class AcceptanceLine:
 
 
 def log_odds(p: float) -> float:
-    """Return the log-odds of a probability, finite also for 0 and 1."""
-    p = min(max(p, EDGE), 1 - EDGE)
+    """Return the log-odds of a probability, finite also for 0 and 1; a NaN counts as 0."""
+    p = min(max(EDGE, p), 1 - EDGE)
     return math.log(p / (1 - p))

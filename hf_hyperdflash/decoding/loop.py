@@ -80,7 +80,8 @@ def write(sequences: list[Sequence]) -> None:
     try:
         batch.write_first_tokens(batch.prefill())
         can_infer = not batch.is_compiled and all(sequence.leaves_nothing for sequence in sequences)
-        with torch.inference_mode() if can_infer else torch.no_grad():
+        no_gradients = torch.inference_mode if can_infer else torch.no_grad
+        with no_gradients():
             while batch.sequences:
                 round_ = batch.draft()
                 batch.accept(round_, batch.verify(round_))
@@ -88,6 +89,8 @@ def write(sequences: list[Sequence]) -> None:
         batch.end()
     for sequence in sequences:
         sequence.end()
+        with no_gradients():
+            sequence.check_drafts()
 
 
 class Batch:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import LogitsProcessorList
 
 from ..drafters.base import Drafter
-from ..drafters.sampling import DraftRequest
+from ..drafters.sampling import DraftRequest, DraftSampler
 from ..targets.target import Target
 from ..trees.tree import DraftTree
 
@@ -32,6 +34,27 @@ def propose(drafter: Drafter, target: Target, requests: Sequence[DraftRequest]) 
     for request, tree in zip(requests, proposed):
         check_proposed(drafter, tree, target.config.vocab_size, request.num_drafts)
     return list(proposed)
+
+
+def scores_are_finite(drafter: Drafter, target: Target, request: DraftRequest) -> bool:
+    """Return whether a drafter's scores of the next draft are finite. It is asked for one draft, and none is drawn."""
+    asked = _AdmitsNone()
+    sampler = DraftSampler(LogitsProcessorList(), do_sample=False, chain_admission=asked)
+    drafter.propose(target, *request._replace(sampler=sampler))
+    return asked.are_finite
+
+
+class _AdmitsNone:
+    """Admits no draft, and remembers whether what the drafter says of it is finite."""
+
+    are_finite = True
+
+    def is_open(self) -> bool:
+        return True
+
+    def admits(self, signal: float) -> bool:
+        self.are_finite &= math.isfinite(signal)
+        return False
 
 
 def check_proposed(drafter: Drafter, tree: Any, vocab_size: int, count: int) -> None:

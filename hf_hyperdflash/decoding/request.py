@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+from collections.abc import Iterable
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, Literal, cast
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationConfig
 
 from ..auto.policies import MOST_NODES as MOST_NODES_OF_AUTO
 from ..drafters.base import AUTO
+from ..drafters.sampling import stateless_types
 from ..targets.caches.name import CACHE
 from ..targets.caches.protocols import OPEN_FORWARDS, RewindableCache
 from ..targets.registry import is_bound, target_of
@@ -30,7 +35,9 @@ _WAYS = (
 )
 _BESIDE = ("prompt_lookup_num_tokens", "use_mtp", "dola_layers")  # with a drafter they would be left out in silence
 _SHOWN = ("output_hidden_states", "output_attentions")  # of which each sequence would have another length
+_CALLED = ("logits_processor", "stopping_criteria")  # after every token, and some remember what they were called with
 _CACHE_STEP = 256  # of static caches' lengths: rounds are compiled anew for each length
+_STOCK_CRITERIA = "transformers.generation.stopping_criteria"  # the module of criteria that keep no state
 _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
 
 
@@ -126,7 +133,9 @@ class GenerateCall:
         if self.setting("token_healing"):  # all at once: one text alone would lose its padding
             name = "input_ids" if self.arguments.get("inputs") is None else "inputs"
             self.arguments[name] = cast(Any, self.target).heal_tokens(ids, self.arguments.get("tokenizer"))
-        return [self._arguments_of(size, index) for index in range(size) for _ in range(count)]
+        called = [each for name in _CALLED for each in self.arguments.get(name) or ()]
+        shared = _shared_by_copies(called) if called else {}
+        return [self._arguments_of(size, index, dict(shared)) for index in range(size) for _ in range(count)]
 
     def _check_several(self, size: int, count: int) -> None:
         texts = f"{size * count} texts"
@@ -156,8 +165,14 @@ class GenerateCall:
                 "`tokenizer.padding_side` to 'left'."
             )
 
-    def _arguments_of(self, size: int, index: int) -> dict[str, Any]:
-        """Return what of the arguments belongs to one of the prompts; settings stay as they are."""
+    def _arguments_of(self, size: int, index: int, copied: dict[int, object]) -> dict[str, Any]:
+        """Return what of the arguments belongs to one of the prompts; settings stay as they are.
+
+        Args:
+            size: The number of prompts.
+            index: Of this one.
+            copied: The `memo` of `copy.deepcopy` for the processors and criteria of this text.
+        """
         own = dict(self.arguments)
         for name, value in own.items():
             if isinstance(value, torch.Tensor) and value.ndim and not _is_setting(name):
@@ -173,7 +188,49 @@ class GenerateCall:
         if self.arguments.get("prefix_allowed_tokens_fn") is not None:
             allowed = self.arguments["prefix_allowed_tokens_fn"]
             own["prefix_allowed_tokens_fn"] = lambda _, ids: allowed(index, ids)
+        for name in _CALLED:
+            if given := self.arguments.get(name):
+                own[name] = type(given)(_copy(each, name, copied) for each in given)
         return own
+
+
+def _shared_by_copies(called: Iterable[object]) -> dict[int, object]:
+    """Return what is not copied of processors and criteria, by its `id`: those of transformers that keep no state, and
+    models, weights and tokenizers, which are large and only read."""
+    shared: dict[int, object] = {}
+    seen: set[int] = set()
+    found = list(called)
+    while found:
+        each = found.pop()
+        # What `copy.deepcopy` never enters would lead to everything that is loaded.
+        if id(each) in seen or isinstance(each, (type, ModuleType, FunctionType, FrameType)):
+            continue
+        seen.add(id(each))
+        is_called = isinstance(each, (LogitsProcessor, StoppingCriteria))
+        is_stateless = type(each) in stateless_types() or type(each).__module__ == _STOCK_CRITERIA
+        is_model = isinstance(each, (nn.Module, PreTrainedTokenizerBase)) and not is_called
+        if is_stateless or is_model or (isinstance(each, torch.Tensor) and each.requires_grad):
+            shared[id(each)] = each
+        else:
+            found += gc.get_referents(each)
+    return shared
+
+
+def _copy(called: Any, name: str, copied: dict[int, object]) -> Any:
+    """Return a text's own copy of a processor or criterion of the request.
+
+    Raises:
+        ValueError: If it cannot be copied: each text would move the state of all others on.
+    """
+    try:
+        return copy.deepcopy(called, copied)
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"`{name}` has a {type(called).__name__}, which cannot be copied ({type(error).__name__}: {why}), and "
+            "with a drafter each text of a batch needs one of its own: pass one prompt, or give the class a "
+            "`__deepcopy__`."
+        ) from error
 
 
 def _is_setting(name: str) -> bool:

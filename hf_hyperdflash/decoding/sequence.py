@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
+from torch import nn
 from transformers import (
     EosTokenCriteria,
     LogitsProcessorList,
@@ -28,11 +31,16 @@ from ..trees.tree import ANCHOR, DraftTree
 from .continuation import context_of, padding_of
 from .inference_mode import leaves_nothing
 from .outputs import OutputRecorder
+from .proposals import scores_are_finite
 from .request import tree_budget_asked
 from .rounds import ChainRound, Choices
 from .stats import SpeculationStats, clock
 from .tokens import TokenBuffer
 
+logger = logging.getLogger(__name__)
+
+_FRUITLESS = 4  # rounds without an accepted draft at a text's end, after which the drafter's scores are looked at
+_told: WeakSet[Drafter] = WeakSet()  # drafters whose scores were found not to be finite
 _CATCH_UP = 64  # tokens that a drafter takes in at once, or at least, after it was not asked for drafts for so long
 
 
@@ -250,6 +258,26 @@ class Sequence:
             self.streamer.end()
         if self.observer is not None:
             self.observer.end(self.stats)
+
+    def check_drafts(self) -> None:
+        """Warn once of a drafter whose scores are not finite: none of its drafts is accepted. It is asked where the
+        last drafts were all rejected, and after the text, so that no round waits for the device."""
+        drafter, last = self.drafter, self.stats.accepted[-_FRUITLESS:]
+        if len(last) < _FRUITLESS or any(last) or drafter in _told or not isinstance(drafter, nn.Module):
+            return
+        if scores_are_finite(drafter, self.target, self.request(1, self.sampler)):
+            return
+        _told.add(drafter)
+        dtypes = cast(Any, drafter).dtype, self.target.dtype
+        if torch.float16 in dtypes:
+            why = "float16 ends at 65504. Load both in bfloat16, or in float32"
+        else:
+            why = "the weights are damaged. Take an earlier checkpoint"
+        logger.warning(
+            "The drafter's scores are not finite (it is in %s, its target in %s), so no draft is accepted: %s.",
+            *dtypes,
+            why,
+        )
 
     def release(self) -> None:
         """Give up all but the text, its statistics and what the caller asked to see of it."""

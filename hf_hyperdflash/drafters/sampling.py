@@ -59,11 +59,12 @@ _OF_SOME_TOKENS = {"MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWar
 
 def without_state(processors: LogitsProcessorList) -> LogitsProcessorList:
     """Return those of `processors`, in their order, that are transformers' own and known to keep no state."""
-    return LogitsProcessorList(_for_paths(processor) for processor in processors if type(processor) in _known_types())
+    return LogitsProcessorList(_for_paths(each) for each in processors if type(each) in stateless_types())
 
 
 @cache
-def _known_types() -> set[type]:
+def stateless_types() -> set[type]:
+    """Return transformers' own processors that are known to keep no state."""
     return {getattr(stock, name) for name in _STATELESS if hasattr(stock, name)}  # not every version has each
 
 

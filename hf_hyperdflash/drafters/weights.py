@@ -6,6 +6,7 @@ transformers would report missing tensors, fill them at random and continue; suc
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -16,7 +17,12 @@ import torch
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+
+from .untrained import warn_of_untrained
+
+logger = logging.getLogger(__name__)
 
 
 class HubOptions(TypedDict, total=False):
@@ -77,6 +83,11 @@ def load_complete(
         version=getattr(drafter.config, "hyperdflash_version", ""),
     )  # fmt: skip
     check_finite(drafter.state_dict(), name)
+    warn_of_untrained(drafter.state_dict(), name)
+    if drafter.dtype == torch.float16 and options.get("state_dict") is None:
+        where = {option: options[option] for option in HubOptions.__annotations__ if option in options}
+        saved = PreTrainedConfig.get_config_dict(name, **where)[0]
+        warn_of_float16(name, saved.get("dtype") or saved.get("torch_dtype"), drafter.dtype)
     if getattr(drafter, "draft_ids", None) is not None:
         check_draft_ids(drafter.draft_ids, drafter.config.draft_vocab_size, drafter.config.vocab_size, name)
     return (drafter, info) if output_loading_info else drafter
@@ -239,6 +250,16 @@ def check_finite(tensors: Mapping[str, torch.Tensor], name: str | Path) -> None:
 def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Return the names of the tensors with NaN or infinity. Integers, and tensors of other processes, are skipped."""
     return [name for name, tensor in tensors if not _is_finite(tensor)]
+
+
+def warn_of_float16(name: str | Path, trained: torch.dtype | str | None, chosen: torch.dtype | None) -> None:
+    """Warn if weights that were trained in bfloat16 are loaded in float16."""
+    if chosen == torch.float16 and str(trained).removeprefix("torch.") == "bfloat16":
+        logger.warning(
+            "The weights of %s were saved in bfloat16 and are loaded in float16, which ends at 65504: states may be "
+            "larger, and then no draft is accepted. Load target and drafter in bfloat16, or in float32.",
+            name,
+        )
 
 
 def check_draft_ids(

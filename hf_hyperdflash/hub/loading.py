@@ -40,6 +40,7 @@ from ..drafters.weights import (
     named_dtype,
     resolve_subfolder,
     tensor_names,
+    warn_of_float16,
     weight_files,
 )
 from ..targets.deepseek_v4 import check_computes
@@ -141,6 +142,9 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
             target = _load_from_gguf(name, where, kwargs)
         else:
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
+            if not isinstance(chosen := kwargs.get("dtype", kwargs.get("torch_dtype")), dict):
+                saved_in = config.get_text_config(decoder=True).dtype or config.dtype
+                warn_of_float16(name, saved_in, named_dtype(chosen))
             target = _load_with(config, name, {**kwargs, "trust_remote_code": trust_remote_code})
     logger.info("`hf-hyperdflash drafters %s` lists the drafters that are published for it.", name)
     return target.eval()

@@ -99,6 +99,7 @@ def traversal_walk(tree: DraftTree, p: torch.Tensor) -> Iterator[Step]:
         sums[parent + 1] = torch.where(total > 0, total, sums[parent + 1])
     order = _upwards(tree)
     ends = torch.cat([weights[node + 1] for node in order[:-1]] + [certain])  # of each node, unless an earlier one
+    ends = ends.nan_to_num(nan=0.0)  # a draft whose q is no number is rejected, and leaves p as it is
     end = sample_index(ends * torch.cat([certain, (1 - ends[:-1]).cumprod(0)]))
     left = [remaining[node + 1] for node in order]  # put together only where to read `end` would be to wait
     own = sample_index(left[int(end)] if p.is_cpu else torch.stack(left).index_select(0, end)[0])

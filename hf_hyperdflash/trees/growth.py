@@ -371,6 +371,8 @@ def drawn(
         draws = sample_siblings(distributions, most)
         are_there = draws.are_there.tolist()
         slots = [[slot for slot in own if slot[2] < most and are_there[slot[0]][slot[2]]] for own in slots]
+        if not any(slots):  # nothing is drawn from what is no number
+            break
         drawn_rows, ranks = zip(*((row, rank) for own in slots for row, _, rank, _ in own))
         rows = torch.tensor(drawn_rows, device=anchors.device)
         level = step.token_ids(draws.indices[rows, torch.tensor(ranks, device=anchors.device)])

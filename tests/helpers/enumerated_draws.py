@@ -21,7 +21,7 @@ class Coin(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
         assert function.__name__ in ("lt", "__lt__") and isinstance(args[0], Coin), f"not `random < x`: {function}"
-        threshold = min(max(float(args[1]), 0.0), 1.0)
+        threshold = min(max(0.0, float(args[1])), 1.0)  # nothing is below a NaN
         return torch.tensor(args[0].draws.sample_index([1 - threshold, threshold]) == 1)
 
 

@@ -13,6 +13,7 @@ from transformers.utils import CONFIG_NAME
 
 from ...drafters.base import Drafter
 from ...drafters.saved import SavedDrafter
+from ...drafters.untrained import untrained
 from ...hub.cards import TRAINING_RECORD
 from ...hub.kinds import describe
 from ...targets.caches.name import CACHE, cache_of
@@ -28,6 +29,10 @@ def check_fit(found: Diagnosis, target: PreTrainedModel, drafter: Drafter, token
     if hasattr(drafter, "get_memory_footprint"):
         _report_memory(found, target, cast(SavedDrafter, drafter))
         _compare_fingerprints(found, target, cast(SavedDrafter, drafter))
+        if said := untrained(cast(SavedDrafter, drafter).state_dict()):
+            found.problems["untrained weights"] = (
+                f"Of the drafter {'; '.join(said)}. Load a complete checkpoint, or train it."
+            )
     else:
         found.facts["drafter"] = f"{type(drafter).__name__}, which has no weights"
     return _check_tokenizer(found, target, drafter.config, tokenizer)

@@ -12,6 +12,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4PreTr
 
 from ...targets.registry import target_of
 from ..saved import SavedDrafter
+from ..untrained import warn_of_untrained
 from ..weights import HubOptions, check_finite, check_source, named_dtype, resolve_subfolder
 from .checkpoint import MTPCheckpoint
 
@@ -93,6 +94,7 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
         if num_draft_tokens is not None:
             drafter.num_draft_tokens = num_draft_tokens
         drafter._load(checkpoint)
+        warn_of_untrained(drafter.state_dict(), checkpoint.name)
         return drafter.eval()
 
     @classmethod

@@ -178,6 +178,8 @@ class _GrowingTree:
                 distribution = self._scores(path, step.logits[row, slot]).softmax(-1)
                 draws = sample_siblings(distribution, min(len(hits), len(distribution)))
                 tokens = draws.indices[draws.are_there].tolist()
+                if not tokens:  # nothing is drawn from what is no number
+                    break
                 for rank, (token, rest) in enumerate(zip(tokens, draws.weights)):
                     self.q.append(rest / rest.sum())
                     self._add(token, node, hits[rank], signals[row][slot])

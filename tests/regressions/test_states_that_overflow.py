@@ -1,0 +1,198 @@
+"""A drafter whose states overflow in float16: the text is the target's, and a warning says it once, as at loading."""
+
+from __future__ import annotations
+
+import logging
+import math
+from unittest import mock
+
+import pytest
+import torch
+from transformers import CompileConfig
+
+from hf_hyperdflash import MedusaConfig, MedusaDrafter, bind, load_drafter, load_target
+from hf_hyperdflash.auto.acceptance import AcceptanceLine
+from hf_hyperdflash.drafters.deepseek_v4.modeling_mtp import DeepseekV4MTPDrafter
+from hf_hyperdflash.hub.formats import export_dflash
+from hf_hyperdflash.trees.growth import DraftStep, drawn
+from hf_hyperdflash.trees.tree import DraftTree
+
+from ..conftest import perfect, prompt, tiny_drafter, tiny_target
+from ..helpers import families
+from ..helpers.draft_trees import SAMPLING_RULES, steps_by
+from ..helpers.enumerated_draws import every_outcome
+from ..helpers.headed_drafters import headed
+from ..helpers.unrolled import unrolled
+
+NEW = 12
+
+
+def qwen3():
+    torch.manual_seed(0)
+    return bind(families.qwen3().eval())
+
+
+def medusa(target):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=target.config.hidden_size, vocab_size=target.config.vocab_size)
+    return MedusaDrafter(MedusaConfig(medusa_num_heads=4, **sizes)).eval()
+
+
+KINDS = {
+    "block": lambda target: tiny_drafter(target, target_layer_ids=[1]),
+    "head": lambda target: headed(target, "markov", target_layer_ids=[1]),
+    "draft vocabulary": lambda target: tiny_drafter(target, target_layer_ids=[1], draft_vocab_size=40),
+    "eagle3": lambda target: unrolled("eagle3", target, target_layer_ids=[0, 1]),
+    "specblock": lambda target: unrolled("specblock", target, target_layer_ids=[0, 1]),
+    "medusa": medusa,
+}
+
+
+@torch.no_grad()
+def overflowing(drafter):
+    """The same in float16, in which what its last layers compute is beyond the largest number."""
+    for name, parameter in drafter.named_parameters():
+        if name.endswith(("up_proj.weight", "gate_proj.weight", ".linear.weight")):
+            parameter.mul_(5e4 / parameter.abs().max())
+    return drafter.half()
+
+
+WAYS = {
+    "chain": {},
+    "drawn chain": dict(do_sample=True),
+    "tree": dict(tree_budget=8),
+    "drawn tree": dict(tree_budget=8, do_sample=True),
+    "auto": dict(num_assistant_tokens="auto"),
+    "drawn auto": dict(num_assistant_tokens="auto", do_sample=True),
+    "auto nodes": dict(num_assistant_tokens="auto", tree_budget="auto"),
+    "static cache": dict(cache_implementation="static"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_that_are_not_finite_are_told_of_once(kind, way, caplog):
+    target = qwen3()
+    drafter = overflowing(KINDS[kind](target))
+    drafter.bind(target)
+    options = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, **WAYS[way]}
+    out = target.generate(prompt(8), assistant_model=drafter, **options)
+    assert drafter.last_stats.tau == 1 and out.shape[1] == 8 + NEW
+    if not options["do_sample"]:
+        assert torch.equal(out, target.generate(prompt(8), do_sample=False, max_new_tokens=NEW, pad_token_id=0))
+    target.generate(prompt(9), assistant_model=drafter, **options)
+    assert len(of_dtypes(caplog)) == 1
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle3"])  # 5 s each: rounds are compiled
+def test_a_compiled_drafter_is_looked_at_eagerly(kind, caplog):
+    target = qwen3()
+    drafter = overflowing(KINDS[kind](target))
+    drafter.bind(target)
+    config = CompileConfig(mode=None, fullgraph=True, backend="eager")
+    config._compile_all_devices = True  # a CPU's, too
+    options = dict(do_sample=False, max_new_tokens=NEW, cache_implementation="static", compile_config=config)
+    torch._dynamo.reset()
+    target.generate(prompt(8), assistant_model=drafter, **options)
+    assert drafter.last_stats.tau == 1 and len(of_dtypes(caplog)) == 1
+    torch._dynamo.reset()
+
+
+def of_dtypes(caplog):
+    """What was said of dtypes."""
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return [line for line in said if "float16" in line and "bfloat16" in line]
+
+
+def test_the_rows_of_a_batch_and_a_target_in_float16(caplog):
+    target = qwen3().half()
+    drafter = overflowing(KINDS["eagle3"](target))
+    drafter.bind(target)
+    ids = torch.cat([prompt(8, seed=seed) for seed in range(3)])
+    target.generate(ids, assistant_model=drafter, do_sample=True, max_new_tokens=NEW, pad_token_id=0, tree_budget=6)
+    assert drafter.last_stats.tau == 1 and len(of_dtypes(caplog)) == 1
+
+
+def test_a_drafter_in_float32_is_told_of_without_that_advice(caplog):
+    """Of a DeepSeek-V4, which has no float16; its rows are written one after the other."""
+    target = bind(tiny_target())
+    torch.manual_seed(0)
+    drafter = DeepseekV4MTPDrafter(target.config).eval()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.normal_(std=1e38)
+    drafter.bind(target)
+    out = target.generate(prompt(8), assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
+    assert torch.equal(out, target.generate(prompt(8), do_sample=False, max_new_tokens=NEW))
+    assert any("float32" in record.getMessage() for record in caplog.records) and not of_dtypes(caplog)
+
+
+def test_a_round_is_not_looked_at(caplog):
+    """The drafter is asked once more, after the text, and only where its last drafts were all rejected."""
+    target = qwen3()
+    ids = prompt(8)
+    text = target.generate(ids, do_sample=False, max_new_tokens=40)[0]
+    rejected = KINDS["block"](target)
+    rejected.logits = lambda target, hidden: torch.zeros(*hidden.shape[:-1], 64)  # of token 0 alone
+    for drafter, more in ((perfect(target, text, target_layer_ids=[1]), 0), (rejected, 1)):
+        drafter.bind(target)
+        with mock.patch.object(drafter, "propose", wraps=drafter.propose) as asked:
+            out = target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=40)
+        assert torch.equal(out[0], text)
+        assert asked.call_count == drafter.last_stats.rounds + more
+    assert not of_dtypes(caplog)
+
+
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_drafts_of_no_number_leave_the_targets_distribution(rule):
+    """Also where the draft before them has a number, and is accepted as often as without them."""
+    p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    nothing = torch.full_like(p, torch.nan)
+    law, accepted = torch.zeros(3, dtype=torch.float64), 0.0
+    for first in range(3):
+        tree = DraftTree.chain(torch.tensor([first, 2, 2]), [q, nothing, nothing])
+        for weight, steps in every_outcome(lambda tree=tree: list(steps_by(rule, tree, lambda _: p))):
+            law[steps[0][0]] += q[first] * weight
+            accepted += float(q[first]) * weight * (steps[0][1] is not None)
+            assert len(steps) <= 2  # what is no number is rejected
+    torch.testing.assert_close(law, p)
+    assert accepted == pytest.approx(float(torch.minimum(p, q).sum()))
+
+
+def test_a_drawn_tree_of_no_number_is_empty_beside_others():
+    def steps(k, tokens, rows):
+        logits = torch.zeros(len(tokens), 8)
+        logits[tokens < 100] = torch.nan  # the first text's alone
+        return DraftStep(logits)
+
+    def scored(paths, step, counts):
+        return step
+
+    nothing, tree = drawn(torch.tensor([7, 107]), [3, 3], 6, lambda k, t, r: steps(k, t + 100 * (k > 0), r), scored)
+    assert len(nothing) == 0 and len(tree) > 1
+
+
+def test_what_auto_has_learned_outlives_a_signal_of_no_number():
+    line, other = AcceptanceLine(), AcceptanceLine()
+    line.observe(math.nan, False)
+    other.observe(0.0, False)
+    assert line(0.7) == other(0.7) and line(math.nan) == other(0.0)
+
+
+@pytest.mark.parametrize("chosen", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
+def test_loading_in_float16_what_was_trained_in_bfloat16(saved, chosen, tmp_path, caplog):
+    target = families.qwen3().eval().to(saved)
+    drafter = tiny_drafter(target, target_layer_ids=[1])
+    target.save_pretrained(tmp_path / "target")
+    drafter.save_pretrained(tmp_path / "drafter")
+    export_dflash(drafter, tmp_path / "theirs", format="z-lab")
+    caplog.clear()
+    loads = (
+        lambda: load_target(str(tmp_path / "target"), dtype=chosen),
+        lambda: load_drafter(tmp_path / "drafter", dtype=chosen),
+        lambda: load_drafter(tmp_path / "theirs", dtype=chosen),
+    )
+    for number, load in enumerate(loads, start=1):
+        assert str(load().dtype) == f"torch.{chosen}"
+        assert len(of_dtypes(caplog)) == (number if saved == torch.bfloat16 and chosen == "float16" else 0)

@@ -1,0 +1,168 @@
+"""Embeddings, heads and norms that cannot have been trained: loading and the doctor say which, and what engines do."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from hf_hyperdflash import load_drafter
+from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis
+from hf_hyperdflash.benchmark.doctor.fit import check_fit
+
+from ..conftest import MODELS, tiny_drafter
+from ..helpers import families
+from ..helpers.oracle_dflash import write_zlab
+from ..helpers.unrolled import unrolled
+
+VOCABULARY, WIDTH = 64, 64
+
+
+def learned(rows, columns):
+    """As training leaves a table: rows and columns of different sizes, around a mean that is not 0."""
+    generator = torch.Generator().manual_seed(7)
+    sizes = [torch.randn(count, generator=generator).exp() for count in (rows, columns)]
+    noise = torch.randn(rows, columns, generator=generator)
+    return 0.05 * (noise * sizes[0][:, None] * sizes[1] + torch.randn(columns, generator=generator))
+
+
+UNTRAINED = {
+    "zeros": torch.zeros_like,
+    "normal": lambda table: 0.02 * torch.randn_like(table),
+    "large normal": torch.randn_like,  # torch's, of an embedding
+    "uniform": lambda table: (2 * torch.rand_like(table) - 1) / table.shape[1] ** 0.5,  # torch's, of a linear layer
+    "alike": lambda table: torch.randn_like(table[:1]).expand_as(table).clone(),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(0)
+    return families.qwen3(layers=8).eval()
+
+
+def warned(caplog):
+    """Those who said something, and what."""
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def trained(kind, target, **fields):
+    drafter = unrolled(kind, target, own_embedding=True, draft_vocab_size=40, **fields)
+    with torch.no_grad():
+        for table in (drafter.embed_tokens.weight, drafter.lm_head.weight):
+            table.copy_(learned(*table.shape))
+    return drafter
+
+
+@pytest.mark.parametrize("how", UNTRAINED)
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize("kind", ["eagle3", "specblock"])
+def test_a_table_that_was_never_trained_is_named(kind, name, how, target, tmp_path, caplog):
+    drafter = trained(kind, target)
+    drafter.save_pretrained(tmp_path, with_code=False)
+    caplog.clear()
+    load_drafter(tmp_path)
+    assert not [line for line in warned(caplog) if name in line]
+    tensors = load_file(tmp_path / "model.safetensors")
+    torch.manual_seed(0)
+    tensors[name] = UNTRAINED[how](tensors[name])
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = load_drafter(tmp_path)
+    (line,) = [line for line in warned(caplog) if name in line]
+    assert str(tmp_path) in line and "vLLM" in line and "SGLang" in line and "\n" not in line
+    assert torch.equal(loaded.state_dict()[name], tensors[name])  # it is used as it is
+    found = Diagnosis()
+    check_fit(found, target, loaded, AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4"))
+    assert any(name in problem for problem in found.problems.values())
+
+
+def test_norms_at_zero_are_named(target, tmp_path, caplog):
+    """But not a reducer's, which is zero before it is trained and then adds nothing."""
+    drafter = trained("eagle3", target, reducer="hybrid", target_layer_ids=[1, 3])
+    with torch.no_grad():
+        drafter.layers[0].input_layernorm.weight.zero_()
+        drafter.fc_norm.weight.zero_()
+    drafter.save_pretrained(tmp_path, with_code=False)
+    caplog.clear()
+    load_drafter(tmp_path)
+    (line,) = [line for line in warned(caplog) if "norm" in line]
+    assert "layers.0.input_layernorm.weight" in line and "fc_norm" not in line
+
+
+EAGLE3 = {
+    "architectures": ["LlamaForCausalLMEagle3"], "vocab_size": VOCABULARY, "draft_vocab_size": VOCABULARY,
+    "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 48, "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
+    "rope_theta": 5000.0, "model_type": "llama", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def published_eagle3(folder, embedding):
+    """As another program's export leaves it."""
+    torch.manual_seed(1)
+    shapes = {"q": (64, 2 * WIDTH), "k": (32, 2 * WIDTH), "v": (32, 2 * WIDTH), "o": (WIDTH, 64)}
+    tensors = {f"midlayer.self_attn.{part}_proj.weight": torch.randn(shape) / 8 for part, shape in shapes.items()}
+    shapes = {"gate": (48, WIDTH), "up": (48, WIDTH), "down": (WIDTH, 48)}
+    tensors |= {f"midlayer.mlp.{part}_proj.weight": torch.randn(shape) / 6 for part, shape in shapes.items()}
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    tensors |= {f"{norm}.weight": torch.ones(WIDTH) for norm in norms}
+    tensors |= {"fc.weight": torch.randn(WIDTH, 3 * WIDTH) / 8, "lm_head.weight": learned(VOCABULARY, WIDTH)}
+    save_file({**tensors, "embed_tokens.weight": embedding}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(EAGLE3))
+
+
+@pytest.mark.parametrize("how", UNTRAINED)
+def test_an_export_that_left_the_embedding_as_it_was_made(how, target, tmp_path, caplog):
+    table = learned(VOCABULARY, WIDTH)
+    published_eagle3(tmp_path, table)
+    load_drafter(tmp_path)
+    assert not [line for line in warned(caplog) if "embed_tokens" in line]
+    torch.manual_seed(2)
+    published_eagle3(tmp_path, UNTRAINED[how](table))
+    for given in (None, target):
+        caplog.clear()
+        load_drafter(tmp_path, target=given)
+        assert len([line for line in warned(caplog) if "embed_tokens.weight" in line]) == 1
+
+
+@pytest.mark.parametrize("how", ["zeros", "alike"])
+def test_drafters_of_blocks_take_the_targets_embedding_in_place_of_nothing(how, tmp_path, caplog):
+    torch.manual_seed(0)
+    target = families.qwen3().eval()
+    write_zlab(tmp_path, target, nested=True, layer_ids=[1], block_size=5, mask_token_id=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    expected = load_drafter(tmp_path, target=target, dtype=torch.float32).state_dict()
+    assert not [line for line in warned(caplog) if "embed_tokens" in line]
+    tensors["embed_tokens.weight"] = UNTRAINED[how](torch.zeros(VOCABULARY, WIDTH, dtype=torch.bfloat16))
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = load_drafter(tmp_path, target=target, dtype=torch.float32).state_dict()
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert len([line for line in warned(caplog) if "embed_tokens.weight" in line]) == 1
+
+
+def test_a_few_steps_of_training_are_told_from_none(tmp_path, caplog):
+    """Of a real training loop: 20 steps over text of a few tokens, at a usual learning rate."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=32,
+        num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    drafter = tiny_drafter(model.eval(), target_layer_ids=[0], draft_vocab_size=512)  # its head is the target's
+    drafter.save_pretrained(tmp_path / "before", with_code=False)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
+    for _ in range(20):
+        ids = torch.randint(0, 64, (4, 32)) ** 2 % 512
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    drafter = tiny_drafter(model.eval(), target_layer_ids=[0], draft_vocab_size=512)
+    drafter.save_pretrained(tmp_path / "after", with_code=False)
+    for folder, count in (("before", 1), ("after", 0)):
+        caplog.clear()
+        load_drafter(tmp_path / folder)
+        assert len([line for line in warned(caplog) if "lm_head.weight" in line]) == count

@@ -7,6 +7,7 @@ they may draft.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from pickle import UnpicklingError
@@ -39,6 +40,7 @@ from .kinds import KINDS, DrafterKind, layout_module
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_ROWS_COMPARED, _SAME_WAY = 256, 0.9  # of a copy and a fine-tuned target, and the mean cosine of their angles
 # Layouts that can be written, too.
 _WRITTEN = {name: module for kind in KINDS for name, module in kind.writes.items()}
 FORMATS = tuple(_WRITTEN)
@@ -201,7 +203,7 @@ def _has_own(part: str, tensors: dict[str, torch.Tensor], target: PreTrainedMode
     if given is None or target is None:
         return given is not None
     module = target.get_input_embeddings() if part == "embed_tokens" else target.get_output_embeddings()
-    own = cast(torch.Tensor, module.weight)
+    own = cast(torch.Tensor, module.weight)[: len(given)]  # of a fine-tuned target, without rows that were added
     return own.is_meta or own.shape != given.shape or not torch.equal(given.to(own), own)
 
 
@@ -226,11 +228,22 @@ def _check_copies(tensors: dict[str, torch.Tensor], target: PreTrainedModel, nam
     if "draft_ids" in tensors:
         head = head[tensors["draft_ids"].to(head.device)]
     for key, own in (("embed_tokens.weight", embedding), ("lm_head.weight", head)):
-        if key in tensors and not own.is_meta and not torch.equal(tensors[key].to(own), own):
+        if key in tensors and not own.is_meta and not _are_rows_of(own, tensors[key]):
             raise ValueError(
                 f"`{key}` of {name} is not a copy of the target's: the drafter was made for another target, or has "
                 "one of its own, which is not supported."
             )
+
+
+@torch.no_grad()
+def _are_rows_of(own: torch.Tensor, copied: torch.Tensor) -> bool:
+    """Return whether a copy has the first rows of a target's embedding or LM head, or those that it had before it was
+    fine-tuned: a few rows are compared, which still point the same way."""
+    if copied.shape[0] > own.shape[0] or copied.shape[1:] != own.shape[1:]:
+        return False
+    rows = torch.linspace(0, len(copied) - 1, _ROWS_COMPARED).long()
+    pair = (each[rows.to(each.device)].float().cpu() for each in (copied, own))
+    return float(torch.cosine_similarity(*pair, dim=-1).mean()) > _SAME_WAY
 
 
 def _layout(format: str) -> ModuleType:
@@ -303,7 +316,9 @@ def export_dflash(
     check_replaceable(folder)
     check_expressible(config, format, target is not None)
     if target is not None:
-        drafter.check_target(target_of(target))
+        drafter.check_target(seen := target_of(target))
+        config = copy.copy(config)
+        config.target_num_layers = config.target_num_layers or seen.config.num_hidden_layers
     layout = _layout(format)
     tensors = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
     if "draft_ids" in tensors:
@@ -311,7 +326,7 @@ def export_dflash(
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if target is not None and format == "deepspec":
-        tensors |= _copies(target)
+        tensors |= {name: copied[: config.vocab_size] for name, copied in _copies(target).items()}
     fields = {**layout.write(config), "dtype": str(drafter.dtype).removeprefix("torch.")}
     folder.mkdir(parents=True, exist_ok=True)
     try:

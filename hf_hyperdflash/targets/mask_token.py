@@ -45,7 +45,7 @@ def find_mask_token(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase 
         )
     seen = target_of(target)
     config = seen.config
-    tokenizer = tokenizer or _tokenizer_of(seen.model)
+    tokenizer = tokenizer or tokenizer_at(seen.model.config._name_or_path)
     found = next(_candidates(seen, tokenizer, _ends(seen.model, config, tokenizer)), None)
     if found is None:
         logger.warning(
@@ -104,11 +104,10 @@ def _ends(target: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrain
     return ends
 
 
-def _tokenizer_of(target: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer beside the target's weights, if it is on this machine."""
+def tokenizer_at(name: str) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer beside some weights, by their folder, GGUF file or Hub id, if it is on this machine."""
     from transformers import AutoTokenizer
 
-    name = target.config._name_or_path
     if not name:
         return None
     in_gguf = {"gguf_file": Path(name).name} if Path(name).suffix == ".gguf" else {}
@@ -116,5 +115,5 @@ def _tokenizer_of(target: PreTrainedModel) -> PreTrainedTokenizerBase | None:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **in_gguf)
     except Exception as error:  # without a tokenizer there are fewer candidates
-        logger.info("No tokenizer was found with the target, in %s: %s", Path(name).name, error)
+        logger.info("No tokenizer was found in %s: %s", Path(name).name, error)
         return None

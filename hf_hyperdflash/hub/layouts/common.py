@@ -8,6 +8,7 @@ from typing import Any, cast
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from ...drafters.configuration import SPECIAL_TOKENS
 from ...drafters.parts.block_attention import FULL, SLIDING
 
 # Fields that have the same name in all layouts.
@@ -134,7 +135,7 @@ def read_streams(shape: Mapping[str, Any], width: int | None, name: str) -> dict
 
 
 def read_shape(shape: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return our fields for the shape of layers and their RoPE.
+    """Return our fields for the shape of layers, their RoPE and the target's special tokens, which stand beside them.
 
     Raises:
         ValueError: If one is missing or not valid.
@@ -150,7 +151,7 @@ def read_shape(shape: Mapping[str, Any], name: str) -> dict[str, Any]:
         "rope_type": "default", **scaling, "rope_theta": shape.get("rope_theta", 10000.0),
     }  # fmt: skip
     shapes = {field: shape[field] for field in _SHAPE if shape.get(field) is not None}
-    return {**shapes, "rope_parameters": _for_text(rope, name)}
+    return {**shapes, "rope_parameters": _for_text(rope, name), **{key: shape.get(key) for key in SPECIAL_TOKENS}}
 
 
 def _for_text(rope: Any, name: str) -> Any:

@@ -1,0 +1,1 @@
+"""One file a defect: each fails on the commit before its mend."""

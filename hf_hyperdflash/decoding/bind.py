@@ -31,7 +31,7 @@ from ..version import __version__, series
 from .candidates import DraftCandidateGenerator
 from .continuation import count_forwards, stop_recording
 from .loop import speculative_decoding
-from .pair import Pairs, checked_pair
+from .proposals import Pairs, checked_pair
 from .request import (
     AUTO,
     GenerateCall,
@@ -95,7 +95,8 @@ class Binding:
 
     def compiled(self, options: dict[str, object]) -> CompiledForwards:
         """Return the target's compiled forwards for a request with these options of `torch.compile`."""
-        key = repr(sorted(options.items(), key=str))
+        # Rows that are added to the embedding are new weights, for which new graphs need no guards again.
+        key = repr((self.target.config.vocab_size, sorted(options.items(), key=str)))
         return CompiledForwards(options, self._graphs.setdefault(key, CompiledGraphs()))
 
     @contextmanager

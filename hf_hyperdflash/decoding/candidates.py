@@ -13,8 +13,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..drafters.base import Drafter
 from ..drafters.sampling import DraftRequest, DraftSampler
-from .pair import checked_pair
-from .proposals import propose
+from .proposals import checked_pair, propose
 
 
 class DraftCandidateGenerator(CandidateGenerator):

@@ -28,7 +28,7 @@ from ..trees.tree import ANCHOR, DraftTree
 from .continuation import context_of, padding_of
 from .inference_mode import leaves_nothing
 from .outputs import OutputRecorder
-from .pair import Pair
+from .proposals import Pair
 from .request import tree_budget_asked
 from .rounds import ChainRound, Choices
 from .stats import SpeculationStats, clock

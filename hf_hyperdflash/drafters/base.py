@@ -14,12 +14,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..targets.caches.slot_forward import CompiledForwards
-from ..targets.registry import check_layers
+from ..targets.registry import check_layers, check_vocabulary
 from ..targets.target import Target
 from ..trees.tree import DraftTree
 from .parts.fixed_context import CompiledContext
 from .sampling import Context, DraftRequest, DraftSampler
-from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
     from ..decoding.stats import SpeculationStats

@@ -11,11 +11,10 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..targets.registry import check_layers
+from ..targets.registry import check_layers, check_vocabulary
 from ..targets.target import Target
 from ..trees.growth import DraftVocabulary
 from .saved import SavedDrafter
-from .vocabulary import check_vocabulary
 from .weights import check_draft_ids
 
 _STATES_AT_ONCE = 64  # whose logits of the whole vocabulary are in memory

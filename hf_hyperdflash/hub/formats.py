@@ -242,8 +242,8 @@ def _are_rows_of(own: torch.Tensor, copied: torch.Tensor) -> bool:
     if copied.shape[0] > own.shape[0] or copied.shape[1:] != own.shape[1:]:
         return False
     rows = torch.linspace(0, len(copied) - 1, _ROWS_COMPARED).long()
-    pair = (each[rows.to(each.device)].float().cpu() for each in (copied, own))
-    return float(torch.cosine_similarity(*pair, dim=-1).mean()) > _SAME_WAY
+    theirs, ours = (each[rows.to(each.device)].float().cpu() for each in (copied, own))
+    return float(torch.cosine_similarity(theirs, ours, dim=-1).mean()) > _SAME_WAY
 
 
 def _layout(format: str) -> ModuleType:

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..decoding.pair import checked_pair
+from ..decoding.proposals import checked_pair
 from ..drafters.deepseek_v4.drafter import DeepseekV4Drafter, own_checkpoint
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import (

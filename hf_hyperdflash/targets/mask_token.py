@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .registry import target_of
+from .registry import target_of, tokenizer_at
 from .target import Target
 
 logger = logging.getLogger(__name__)
@@ -102,18 +101,3 @@ def _ends(target: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrain
             value = getattr(owner, name, None)
             ends |= set(value if isinstance(value, list) else [] if value is None else [value])
     return ends
-
-
-def tokenizer_at(name: str) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer beside some weights, by their folder, GGUF file or Hub id, if it is on this machine."""
-    from transformers import AutoTokenizer
-
-    if not name:
-        return None
-    in_gguf = {"gguf_file": Path(name).name} if Path(name).suffix == ".gguf" else {}
-    folder = str(Path(name).parent) if in_gguf else name
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **in_gguf)
-    except Exception as error:  # without a tokenizer there are fewer candidates
-        logger.info("No tokenizer was found in %s: %s", Path(name).name, error)
-        return None

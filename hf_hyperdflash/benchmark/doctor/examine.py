@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...decoding.bind import learned_stats
-from ...decoding.pair import checked_pair
+from ...decoding.proposals import checked_pair
 from ...decoding.stats import SpeculationStats
 from ...drafters.base import Drafter
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig

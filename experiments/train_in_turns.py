@@ -41,7 +41,6 @@ from transformers import PrinterCallback, TrainerCallback
 from hf_hyperdflash import HyperDFlashTrainer, load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
-from hf_hyperdflash.training.losses.objective import training_layer_ids
 from hf_hyperdflash.training.runs.checkpoints import newest_complete
 from hf_hyperdflash.training.script import earlier_drafter, load_data, new_drafter, parse
 
@@ -60,7 +59,7 @@ class SharedFeatures(HyperDFlashTrainer):
         began = time.process_time()
         step = f"{self.state.global_step:07}" if self.model.training else "held-out"
         digest = hashlib.sha256(batch["input_ids"].numpy().tobytes())
-        digest.update(str(training_layer_ids(self.drafter_config)).encode())
+        digest.update(str(self.objective.layer_ids).encode())
         path = self.folder / f"{step}-{digest.hexdigest()[:16]}.safetensors"
         if not path.exists():
             save_file({"residual": super().residual(batch)}, path.with_suffix(".part"))

@@ -31,6 +31,7 @@ from ..version import __version__, series
 from .candidates import DraftCandidateGenerator
 from .continuation import count_forwards, stop_recording
 from .loop import speculative_decoding
+from .proposals import Pairs, checked_pair
 from .request import (
     AUTO,
     GenerateCall,
@@ -48,15 +49,12 @@ from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# `bind` and `unbind` change a target as a whole, and each drafter is checked once for a target that is bound.
+# `bind` and `unbind` change a target as a whole.
 _BINDING = threading.Lock()
 _MOST_DRAFTS = 8  # of a drafter that can draft any number, where as many as pay are asked for
-_fitting: WeakKeyDictionary[PreTrainedModel, WeakSet[Drafter]] = WeakKeyDictionary()
 # The drafters that have bound a target and not unbound it: it stays bound while there are some.
 _binders: WeakKeyDictionary[PreTrainedModel, WeakSet[Drafter]] = WeakKeyDictionary()
 _told: WeakSet[PreTrainedModel] = WeakSet()  # targets that a line was said of
-# Of a bound target's drafters, greedy and sampling.
-_stats: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[Drafter, dict[bool, DraftingStats]]] = WeakKeyDictionary()
 
 if TYPE_CHECKING:
     from typing import SupportsIndex
@@ -81,6 +79,7 @@ class Binding:
 
     Attributes:
         default: The drafter of calls that name none ([`~drafters.base.Drafter.bind`]).
+        pairs: What holds of each drafter that was checked with it.
         static_length: Of the longest static cache so far: rounds over a shorter one would be compiled again.
     """
 
@@ -90,7 +89,7 @@ class Binding:
     def __init__(self, target: Target) -> None:
         self.target = self.family = target  # drafters' own code from before 0.3 asks for a family, also of a `Target`
         target.hyperdflash_binding = self
-        self.residual = ResidualTap(target.layers, target.streams)
+        self.residual, self.pairs = ResidualTap(target.layers, target.streams), Pairs()
         self._graphs: dict[str, CompiledGraphs] = {}
         self.fusion = Fusion(target.kernels())
         hooks = [*self.residual.handles, *target.register_hooks(), *count_forwards(target.model)]
@@ -98,7 +97,8 @@ class Binding:
 
     def compiled(self, options: dict[str, object]) -> CompiledForwards:
         """Return the target's compiled forwards for a request with these options of `torch.compile`."""
-        key = repr(sorted(options.items(), key=str))
+        # Rows that are added to the embedding are new weights, for which new graphs need no guards again.
+        key = repr((self.target.config.vocab_size, sorted(options.items(), key=str)))
         return CompiledForwards(options, self._graphs.setdefault(key, CompiledGraphs()))
 
     @contextmanager
@@ -162,6 +162,16 @@ class BoundTarget(_Mixed):
         # prepares all before the first is written: an error of one comes before any work, and `max_time` is for all.
         sequences = [started_by(generate, assistant, arguments) for arguments in each]
         return speculative_decoding(sequences, self.hyperdflash_binding.target.can_join_sequences)
+
+    def _validate_generation_mode(
+        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: Any
+    ) -> None:
+        # Of a drafter `check_target` says whether its token ids are the target's; transformers looks at their number.
+        if is_drafter(generation_mode_kwargs.get("assistant_model")):
+            generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": None}
+        super()._validate_generation_mode(  # type: ignore[misc]
+            generation_mode, generation_config, generation_mode_kwargs
+        )
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, *args: object, **kwargs: Any
@@ -292,19 +302,21 @@ class BoundTarget(_Mixed):
         """Return a sequence of a request that transformers has prepared."""
         num_drafts = self._prepare_drafting(drafter, generation_config, model_kwargs)
         target = self.hyperdflash_binding.target
-        options["drafting_stats"] = self._stats_with(drafter, generation_config)
+        pair = checked_pair(target, drafter)
+        if AUTO in (self._drafts_asked_of(drafter, generation_config), tree_budget_asked(generation_config)):
+            options["drafting_stats"] = pair.stats.setdefault(bool(generation_config.do_sample), DraftingStats())
         sequence = Sequence(
-            target, drafter, num_drafts, input_ids, model_kwargs, generation_config=generation_config, **options
+            target, drafter, pair, num_drafts, input_ids, model_kwargs, generation_config=generation_config, **options
         )
         check_restart(target.config, sequence.tokens.length, generation_config.max_length, sequence.tokens.padding)
         return sequence
 
     def _prepare_drafting(self, drafter: Drafter, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
         """Check the pair, make the cache ready, and return how many tokens to draft a round."""
-        check_once(cast(PreTrainedModel, self), drafter)
+        target, cache = self.hyperdflash_binding.target, model_kwargs[CACHE]
+        checked_pair(target, drafter)
         asked = self._drafts_asked_of(drafter, config)
         num_drafts = (drafter.max_draft_tokens or _MOST_DRAFTS) if asked == AUTO else cast(int, asked)
-        target, cache = self.hyperdflash_binding.target, model_kwargs[CACHE]
         if can_hold_rounds(cache):
             check_static_cache(target, cache, config)
         else:
@@ -316,13 +328,6 @@ class BoundTarget(_Mixed):
         asked = getattr(config, "_num_drafts_asked", None)
         return drafter.num_draft_tokens if asked is None else drafter.check_num_draft_tokens(asked)
 
-    def _stats_with(self, drafter: Drafter, config: GenerationConfig) -> DraftingStats | None:
-        """Return what is known of the drafter with this target, if the request asks for what pays."""
-        if AUTO not in (self._drafts_asked_of(drafter, config), tree_budget_asked(config)):
-            return None
-        drafters = _stats.setdefault(cast(PreTrainedModel, self), WeakKeyDictionary())
-        return drafters.setdefault(drafter, {}).setdefault(bool(config.do_sample), DraftingStats())
-
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
         state = cast("tuple[object, ...]", super().__reduce_ex__(protocol))[2:]
@@ -331,8 +336,8 @@ class BoundTarget(_Mixed):
 
 def learned_stats(target: PreTrainedModel, drafter: Drafter) -> DraftingStats | None:
     """Return what "auto" knows of a drafter's greedy rounds with a bound target; `None` before it was used."""
-    drafters = _stats.get(target)
-    return None if drafters is None else drafters.get(drafter, {}).get(False)
+    pair = getattr(vars(target).get("hyperdflash_binding"), "pairs", {}).get(drafter)
+    return None if pair is None else pair.stats.get(False)
 
 
 class SequenceStarter:
@@ -448,14 +453,13 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
             for handle in vars(target).pop("hyperdflash_binding").handles:
                 handle.remove()
             target.__class__ = own
-            for kept in (_fitting, _binders, _stats):
-                cast(Any, kept).pop(target, None)
+            _binders.pop(target, None)
     return target
 
 
 def bind_with(target: PreTrainedModel, drafter: Drafter, as_default: bool) -> None:
     """Do what [`~drafters.base.Drafter.bind`] promises."""
-    check_once(target, drafter)
+    checked_pair(target_of(target), drafter)
     bind(target)
     _binders.setdefault(target, WeakSet()).add(drafter)
     if as_default:
@@ -472,15 +476,6 @@ def unbind_from(target: PreTrainedModel, drafter: Drafter) -> None:
         unbind(target)
     elif binding.default is drafter:
         binding.default = None
-
-
-def check_once(target: PreTrainedModel, drafter: Drafter) -> None:
-    """Check that a drafter fits a target ([`~drafters.base.Drafter.check_target`]), if that was not checked before."""
-    seen = target_of(target)  # which says what is no target
-    fitting = _fitting.setdefault(target, WeakSet())
-    if drafter not in fitting:
-        drafter.check_target(seen)
-        fitting.add(drafter)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..drafters.base import Drafter
 from ..drafters.sampling import DraftRequest, DraftSampler
-from .proposals import propose
+from .proposals import checked_pair, propose
 
 
 class DraftCandidateGenerator(CandidateGenerator):
@@ -51,7 +51,8 @@ class DraftCandidateGenerator(CandidateGenerator):
         self.context = drafter.new_context()
         binding = cast(Any, model).hyperdflash_binding
         self.target = binding.target
-        self._capture = binding.residual.new_capture(drafter.target_layer_ids, max_forwards=1)
+        self._layer_ids = checked_pair(binding.target, drafter).layer_ids
+        self._capture = binding.residual.new_capture(self._layer_ids, max_forwards=1)
         weakref.finalize(self, binding.residual.captures.add(self._capture))
 
     def get_candidates(  # type: ignore[override]
@@ -102,7 +103,7 @@ class DraftCandidateGenerator(CandidateGenerator):
     def _take_in(self, ids: torch.Tensor, positions: torch.Tensor, end: int) -> None:
         """Give the drafter the tokens that the target's last forward was right about, without padding."""
         start, residual = self.context.end, None
-        if self.drafter.target_layer_ids:
+        if self._layer_ids:
             if not self._capture.captured or self._capture.captured[0].shape[1] < end - start:
                 raise ValueError(
                     f"The target has not been run over the tokens {start} to {end} since the last candidates: "

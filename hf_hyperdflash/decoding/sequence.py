@@ -31,7 +31,7 @@ from ..trees.tree import ANCHOR, DraftTree
 from .continuation import context_of, padding_of
 from .inference_mode import leaves_nothing
 from .outputs import OutputRecorder
-from .proposals import scores_are_finite
+from .proposals import Pair, scores_are_finite
 from .request import tree_budget_asked
 from .rounds import ChainRound, Choices
 from .stats import SpeculationStats, clock
@@ -50,6 +50,7 @@ class Sequence:
     Args:
         target: Of a bound model.
         drafter: The drafter, on any device.
+        pair: What holds of the two.
         num_drafts: Most drafted tokens per round. The cache can take back one more.
         input_ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
         model_kwargs: As prepared by `generate`, with the cache; like the rest.
@@ -69,6 +70,7 @@ class Sequence:
         self,
         target: Target,
         drafter: Drafter,
+        pair: Pair,
         num_drafts: int,
         input_ids: torch.Tensor,
         model_kwargs: dict[str, Any],
@@ -80,7 +82,7 @@ class Sequence:
         drafting_stats: DraftingStats | None = None,
         is_one_of_several: bool = False,
     ) -> None:
-        self.target, self.drafter, self.num_drafts = target, drafter, num_drafts
+        self.target, self.drafter, self.pair, self.num_drafts = target, drafter, pair, num_drafts
         self.config, self.streamer, self.drafting_stats = generation_config, streamer, drafting_stats
         self.processor, self.stopping = logits_processor, Stopping(stopping_criteria, is_one_of_several)
         self.sampler = DraftSampler(logits_processor, bool(generation_config.do_sample))
@@ -153,7 +155,7 @@ class Sequence:
             if residual is not None:
                 if self.observer is not None:
                     self.observer.add_tokens(residual, positions, following, start >= tokens.prompt_length)
-                residual = residual[:, :, : len(self.drafter.target_layer_ids) * self.target.streams]  # its own
+                residual = residual[:, :, : len(self.pair.layer_ids) * self.target.streams]  # its own
             began = self.now()
             self.drafter.extend(self.target, self.context, cast(torch.Tensor, residual), positions, following)
             self.stats.draft_seconds += self.now() - began
@@ -178,7 +180,7 @@ class Sequence:
     def layer_ids(self) -> Many[int]:
         """Layers whose residual streams are read: the drafter's, then those that its observer wants beside them."""
         wanted = None if self.observer is None else self.observer.target_layer_ids
-        return self.drafter.target_layer_ids if wanted is None else wanted
+        return self.pair.layer_ids if wanted is None else wanted
 
     # Accept
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..targets.caches.slot_forward import CompiledForwards
-from ..targets.registry import check_layers
+from ..targets.registry import check_layers, check_vocabulary
 from ..targets.target import Target
 from ..trees.tree import DraftTree
 from .parts.fixed_context import CompiledContext
@@ -106,8 +106,17 @@ class Drafter:
 
     def check_target(self, target: Target) -> None:
         """Raise a `ValueError` that names both values if the drafter does not fit `target`. A subclass with a check of
-        its own calls this one, too: whether the layers that it reads can be read."""
-        check_layers(target, self.target_layer_ids)
+        its own calls this one, too: whether the layers that it reads can be read, and token ids mean the same. A check
+        changes neither: the drafter may be bound to other targets."""
+        check_layers(target, self.layers_read(target))
+        name = getattr(self.config, "target_name_or_path", "")
+        fix = f"Load the drafter's own target{f', {name}' if name else ''}, or a drafter of this one."
+        check_vocabulary(self.config, target, fix)
+
+    def layers_read(self, target: Target) -> Sequence[int]:
+        """Return the layers of a target whose residual streams it reads: `target_layer_ids`, unless a subclass chooses
+        them by the target."""
+        return self.target_layer_ids
 
     def new_context(self) -> Context:
         """Return the context of a new sequence. It has an attribute `end`, 0 at first, in which the loop counts the

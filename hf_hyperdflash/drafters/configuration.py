@@ -19,6 +19,7 @@ from .parts.reducers import REDUCERS
 
 logger = logging.getLogger(__name__)
 
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Fields that transformers writes into any model's config.json.
 _WRITTEN_BESIDE = ("auto_map", "torch_dtype", "quantization_config", "use_cache")
 _TYPES: dict[str, tuple[Any, str]] = {
@@ -96,8 +97,8 @@ class DrafterConfig(WithCode, PreTrainedConfig):
         target_hc_mult: Number of residual streams of the target.
         final_logit_softcapping: The cap of its logits, c tanh(logits / c): of its own LM head's with a
             `draft_vocab_size`, and otherwise the target's, which has to have the same; `None` for none of its own.
-        any_streams: Whether it reads the mean over a target's streams, however many these are: `target_hc_mult` is set
-            when it is bound. Other programs' checkpoints do not have the number.
+        any_streams: Whether it reads the mean over a target's streams, however many these are: other programs'
+            checkpoints do not have the number, and `target_hc_mult` does not count.
         target_num_layers: Number of the target's layers, 0 if not known; other programs' layouts have it.
         target_model_type: `config.model_type` of the target.
         target_name_or_path: The target the drafter was made for; binding to another name warns.
@@ -329,7 +330,8 @@ class DrafterConfig(WithCode, PreTrainedConfig):
 
     @property
     def num_streams(self) -> int:
-        """The number of residual streams that it reads: `target_hc_mult` of each layer in `target_layer_ids`."""
+        """The number of residual streams that it reads, without `any_streams`: `target_hc_mult` of each layer in
+        `target_layer_ids`."""
         return len(self.target_layer_ids or ()) * self.target_hc_mult
 
     @property

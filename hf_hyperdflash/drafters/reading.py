@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..targets.registry import check_layers
+from ..targets.registry import check_layers, check_vocabulary
 from ..targets.target import Target, soft_capped
 from ..trees.growth import DraftVocabulary
 from .saved import SavedDrafter
@@ -43,22 +43,19 @@ class ReadingDrafter(SavedDrafter):
         return self.config.max_draft_tokens
 
     def check_target(self, target: Target) -> None:
-        """Raise a `ValueError` that names both values if the drafter does not fit `target`.
-
-        What the configuration of another program does not say is set here: the number of streams, the kind of model,
-        and its number of layers.
-        """
-        if getattr(self.config, "any_streams", False):
-            self.config.target_hc_mult = target.streams
-        check_pair(self.config, target, type(self).__name__)
-        config, own = self.config, target.config
-        if getattr(config, "target_model_type", None) == "":  # ours say it, and stay as they were trained
-            config.target_model_type = own.model_type
-            config.target_num_layers = config.target_num_layers or own.num_hidden_layers
+        """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
+        check_pair(self.config, target, type(self).__name__, self.layers_read(target))
 
     def check_trainable(self, target: Target) -> None:
         """Raise a `ValueError` if the drafter cannot be trained for `target`. Trainers call it."""
         self.check_target(target)
+        own, targets = self.config.vocab_size, target.config.vocab_size
+        if own != targets:
+            raise ValueError(
+                f"The drafter's `vocab_size` is {own} and this target's {targets}, expected the same to train it: it "
+                f"only drafts for one with more tokens. Make one with `{type(self).__name__}.from_target(target)`."
+            )
+
         config = self.config
         if config.draft_vocab_size and config.final_logit_softcapping is not None:
             raise ValueError(
@@ -67,15 +64,18 @@ class ReadingDrafter(SavedDrafter):
                 "of the drafter's own whose logits are capped. Train a new drafter."
             )
 
-    def to_full_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits `[..., config.vocab_size]` from those of the tokens that can be drafted."""
-        vocabulary = self.draft_vocabulary
+    def to_full_vocabulary(self, target: Target, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits of all of a target's tokens, `[..., target.config.vocab_size]`, from those of the tokens that
+        can be drafted."""
+        vocabulary = self.draft_vocabulary(target)
         return logits if vocabulary is None else vocabulary.spread(logits, -torch.inf)
 
-    @property
-    def draft_vocabulary(self) -> DraftVocabulary | None:
-        """The tokens that can be drafted; `None` if all can."""
-        return DraftVocabulary(self.draft_ids, self.config.vocab_size) if self.config.draft_vocab_size else None
+    def draft_vocabulary(self, target: Target) -> DraftVocabulary | None:
+        """Return the tokens of a target that can be drafted; `None` if all can."""
+        own, targets = self.config.vocab_size, target.config.vocab_size
+        if self.config.draft_vocab_size:
+            return DraftVocabulary(self.draft_ids, targets)
+        return None if own == targets else DraftVocabulary(torch.arange(own, device=self.device), targets)
 
     @property
     def head_table(self) -> torch.Tensor | None:
@@ -210,13 +210,14 @@ class ReadingDrafter(SavedDrafter):
 logger = logging.getLogger(__name__)
 
 
-def check_pair(config: PreTrainedConfig, target: Target, drafter: str) -> None:
+def check_pair(config: PreTrainedConfig, target: Target, drafter: str, layer_ids: Sequence[int]) -> None:
     """Check that a drafter's configuration fits a target; warn where only the target's name differs.
 
     Args:
         config: The drafter's.
         target: The target.
         drafter: The name of the drafter's class, for the message.
+        layer_ids: The layers of the target that the drafter reads.
 
     Raises:
         ValueError: Naming both values, if they cannot work together.
@@ -224,16 +225,19 @@ def check_pair(config: PreTrainedConfig, target: Target, drafter: str) -> None:
     own = target.config
     kind = getattr(config, "target_model_type", "")
     kind = f", a {kind} model," if kind else ""
+    fix = (
+        f"Load the drafter's own target{kind} or make a drafter with `{drafter}.from_target(target)`; "
+        "`hf-hyperdflash drafters TARGET` lists the published ones."
+    )
+    check_vocabulary(config, target, fix)
+    streams = target.streams if getattr(config, "any_streams", False) else config.target_hc_mult
     for what, drafters, targets in (
-        ("vocab_size", config.vocab_size, own.vocab_size),
         ("hidden_size", config.target_hidden_size, own.hidden_size),
-        ("hc_mult", config.target_hc_mult, target.streams),
+        ("hc_mult", streams, target.streams),
     ):
         if drafters != targets:
             raise ValueError(
-                f"The drafter was made for a target with `{what}` {drafters}, but this target's is {targets}. Load "
-                f"the drafter's own target{kind} or make a drafter with `{drafter}.from_target(target)`; "
-                "`hf-hyperdflash drafters TARGET` lists the published ones."
+                f"The drafter was made for a target with `{what}` {drafters}, but this target's is {targets}. {fix}"
             )
     cap = getattr(config, "final_logit_softcapping", None)
     if cap not in (None, target.soft_cap) and not config.draft_vocab_size:
@@ -241,13 +245,13 @@ def check_pair(config: PreTrainedConfig, target: Target, drafter: str) -> None:
             f"The drafter was made for a target with `final_logit_softcapping` {cap}, but this target's is "
             f"{target.soft_cap}. Load the drafter's own target{kind}."
         )
-    deepest = max(config.target_layer_ids or [-1])
+    deepest = max(layer_ids)
     if own.num_hidden_layers and deepest >= own.num_hidden_layers:  # loaded without layers: for its head alone
         raise ValueError(
-            f"The drafter reads layers {config.target_layer_ids}, but this target's are 0 to "
+            f"The drafter reads layers {list(layer_ids)}, but this target's are 0 to "
             f"{own.num_hidden_layers - 1} (-1 for the last)."
         )
-    check_layers(target, config.target_layer_ids or [-1])
+    check_layers(target, layer_ids)
     if (getattr(config, "mask_token_id", None) or 0) >= own.vocab_size:
         raise ValueError(
             f"The drafter's mask token {config.mask_token_id} is outside the target's vocabulary of {own.vocab_size}."

@@ -97,7 +97,7 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
             return set()
         is_deepseek, is_masked = kind.startswith("deepseek_v4"), any(kind in each.masked_types for each in FAMILIES)
         unneeded = [] if is_deepseek else ["targets/deepseek_v4"]
-        if getattr(self.config, "target_hc_mult", 0) == 1:
+        if getattr(self.config, "target_hc_mult", 0) == 1 and not getattr(self.config, "any_streams", False):
             unneeded.append("targets/hyper_connections")
         if is_masked or is_deepseek:
             unneeded.append("targets/caches/linear")

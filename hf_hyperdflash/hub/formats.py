@@ -7,6 +7,7 @@ they may draft.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from pickle import UnpicklingError
@@ -41,6 +42,7 @@ from .kinds import KINDS, DrafterKind, layout_module
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_ROWS_COMPARED, _SAME_WAY = 256, 0.9  # of a copy and a fine-tuned target, and the mean cosine of their angles
 # Layouts that can be written, too.
 _WRITTEN = {name: module for kind in KINDS for name, module in kind.writes.items()}
 FORMATS = tuple(_WRITTEN)
@@ -230,7 +232,7 @@ def _has_own(part: str, tensors: dict[str, torch.Tensor], target: PreTrainedMode
     if given is None or target is None:
         return given is not None
     module = target.get_input_embeddings() if part == "embed_tokens" else target.get_output_embeddings()
-    own = cast(torch.Tensor, module.weight)
+    own = cast(torch.Tensor, module.weight)[: len(given)]  # of a fine-tuned target, without rows that were added
     return own.is_meta or own.shape != given.shape or not torch.equal(given.to(own), own)
 
 
@@ -257,11 +259,22 @@ def _check_copies(tensors: dict[str, torch.Tensor], target: PreTrainedModel, nam
     for key, own in (("embed_tokens.weight", embedding), ("lm_head.weight", head)):
         given = tensors.get(key)
         is_read = given is not None and not own.is_meta and not rows_are_alike(given)  # which says nothing
-        if is_read and not torch.equal(cast(torch.Tensor, given).to(own), own):
+        if is_read and not _are_rows_of(own, cast(torch.Tensor, given)):
             raise ValueError(
                 f"`{key}` of {name} is not a copy of the target's: the drafter was made for another target, or has "
                 "one of its own, which is not supported."
             )
+
+
+@torch.no_grad()
+def _are_rows_of(own: torch.Tensor, copied: torch.Tensor) -> bool:
+    """Return whether a copy has the first rows of a target's embedding or LM head, or those that it had before it was
+    fine-tuned: a few rows are compared, which still point the same way."""
+    if copied.shape[0] > own.shape[0] or copied.shape[1:] != own.shape[1:]:
+        return False
+    rows = torch.linspace(0, len(copied) - 1, _ROWS_COMPARED).long()
+    theirs, ours = (each[rows.to(each.device)].float().cpu() for each in (copied, own))
+    return float(torch.cosine_similarity(theirs, ours, dim=-1).mean()) > _SAME_WAY
 
 
 def _layout(format: str) -> ModuleType:
@@ -334,7 +347,9 @@ def export_dflash(
     check_replaceable(folder)
     check_expressible(config, format, target is not None)
     if target is not None:
-        drafter.check_target(target_of(target))
+        drafter.check_target(seen := target_of(target))
+        config = copy.copy(config)
+        config.target_num_layers = config.target_num_layers or seen.config.num_hidden_layers
     layout = _layout(format)
     tensors = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
     if "draft_ids" in tensors:
@@ -342,7 +357,7 @@ def export_dflash(
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if target is not None and format == "deepspec":
-        tensors |= _copies(target)
+        tensors |= {name: copied[: config.vocab_size] for name, copied in _copies(target).items()}
     fields = {**layout.write(config), "dtype": str(drafter.dtype).removeprefix("torch.")}
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..decoding.bind import check_once
+from ..decoding.proposals import checked_pair
 from ..drafters.deepseek_v4.drafter import DeepseekV4Drafter, own_checkpoint
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import (
@@ -275,7 +275,7 @@ def load_drafter(
     with _readable(name_or_path):
         drafter = found.load(name_or_path, target, dtype or "auto", device, hub_kwargs)
     if target is not None:
-        check_once(target, drafter)
+        checked_pair(target_of(target), cast(SavedDrafter, drafter))
     return cast(SavedDrafter, cast(Any, drafter).to(device or "cpu"))
 
 
@@ -442,10 +442,11 @@ def check_made_for(target: str, drafter: str, num_draft_tokens: int | str | None
         return
     with _readable(target):
         config = read_gguf_config(target, options) if options else AutoConfig.from_pretrained(target)
-    config._name_or_path = ""  # only a name that differs is warned of once it is loaded
     with torch.device("meta"), _readable(drafter):
         unloaded = found.unloaded(drafter, _configuration(drafter, "drafter"))
-        unloaded.check_target(target_of(_class_of(config).from_config(config)))
+        model = _class_of(config).from_config(config)
+        model.config._name_or_path = ""  # only a name that differs is warned of once it is loaded
+        unloaded.check_target(target_of(model))
     if num_draft_tokens is not None:
         unloaded.check_num_draft_tokens(num_draft_tokens)
 

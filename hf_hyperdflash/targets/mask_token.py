@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .registry import target_of
+from .registry import target_of, tokenizer_at
 from .target import Target
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ def find_mask_token(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase 
         )
     seen = target_of(target)
     config = seen.config
-    tokenizer = tokenizer or _tokenizer_of(seen.model)
+    tokenizer = tokenizer or tokenizer_at(seen.model.config._name_or_path)
     found = next(_candidates(seen, tokenizer, _ends(seen.model, config, tokenizer)), None)
     if found is None:
         logger.warning(
@@ -102,20 +101,3 @@ def _ends(target: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrain
             value = getattr(owner, name, None)
             ends |= set(value if isinstance(value, list) else [] if value is None else [value])
     return ends
-
-
-def _tokenizer_of(target: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer beside the target's weights, if it is on this machine."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    name = target.config._name_or_path
-    if not name:
-        return None
-    path = Path(name)
-    try:
-        if path.suffix == ".gguf":  # `AutoTokenizer` goes through the whole file once more for its type
-            return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # without a tokenizer there are fewer candidates
-        logger.info("No tokenizer was found with the target, in %s: %s", path.name, error)
-        return None

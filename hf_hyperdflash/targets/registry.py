@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .deepseek_v4 import FAMILIES as DEEPSEEK_V4
 from .hooks import EMBEDDINGS
 from .hyper_connections import FAMILIES as HYPER_CONNECTIONS
 from .plain import FAMILIES as PLAIN
 from .target import Target, Trunk
+
+logger = logging.getLogger(__name__)
+
+_RENAMED = 0.01  # of the tokens: a fine-tuned model's names for some that were reserved
+
+# For each target, the numbers of tokens of drafters and its own that were found to fit: a line says so once.
+_fitting: WeakKeyDictionary[PreTrainedModel, set[tuple[int, int]]] = WeakKeyDictionary()
 
 # The first family that fits is chosen. A saved drafter's own code has its target's family and the plain ones.
 FAMILIES: tuple[type[Target], ...] = (*DEEPSEEK_V4, *HYPER_CONNECTIONS, *PLAIN, Target)
@@ -74,6 +85,84 @@ def check_layers(target: Target, layer_ids: Sequence[int] = ()) -> None:
         fix += f", or read some of 0 to {count - shared - 1} (`target_layer_ids`)"
     if why and layer_ids:
         raise ValueError(f"The drafter reads layers {list(layer_ids)} of a {own.model_type} target, but {why}. {fix}.")
+
+
+def check_vocabulary(config: PreTrainedConfig, target: Target, fix: str) -> None:
+    """Check that the token ids of a drafter's configuration are the target's. The target may have more: a fine-tuned
+    one, to whose embedding rows were added, is taken to be a copy of the drafter's own unless something tells
+    otherwise, and a line says so.
+
+    Args:
+        config: The drafter's.
+        target: The target.
+        fix: For the message.
+
+    Raises:
+        ValueError: If there are other ids.
+    """
+    own, targets = config.get_text_config(decoder=True).vocab_size, target.config.vocab_size
+    fitting = _fitting.setdefault(target.model, set())
+    # Of a target that had as many, the ids are the same whatever was added since.
+    why = "" if own >= targets or (own, own) in fitting else _why_others(config, target, own)
+    if own > targets or why:
+        raise ValueError(
+            f"The drafter was made for a target with `vocab_size` {own}, but this target's is {targets}. {why}{fix}"
+        )
+    if own < targets and (own, targets) not in fitting:
+        logger.warning(
+            "The target has %d tokens and the drafter was made for %d: the first %d are taken to be the same, as of a "
+            "fine-tuned target with more rows in its embedding.",
+            targets,
+            own,
+            own,
+        )
+    fitting.add((own, targets))
+
+
+def _why_others(config: PreTrainedConfig, target: Target, count: int) -> str:
+    """Return what tells that a target with more tokens is no copy of a drafter's own, which has `count`, in a sentence
+    and a space; `""` if nothing does."""
+    own, model = target.config, target.model
+    kind, layers = (getattr(config, f"target_{name}", None) for name in ("model_type", "num_layers"))
+    if kind and kind != own.model_type:
+        return f"It is a {own.model_type} model, not a {kind} one. "
+    if layers and own.num_hidden_layers not in (0, layers):  # 0: it was loaded for its head alone
+        return f"It has {own.num_hidden_layers} layers, not {layers}. "
+    given = model.config._name_or_path or model.name_or_path
+    for name in (config._name_or_path, getattr(config, "target_name_or_path", "")):
+        are_same = _have_same_ids(name, given)
+        if are_same is not None:
+            return "" if are_same else "Its tokenizer gives other ids. "
+    if own.vocab_size > count + count // 2:  # special tokens, and rows that pad to a multiple, are few
+        return f"Where no tokenizers are here to be compared, it may have {count + count // 2} at most. "
+    return ""
+
+
+@functools.cache
+def _have_same_ids(name: str, other: str) -> bool | None:
+    """Return whether the tokenizer beside some weights, `other`, has the ids of the one beside `name`, and maybe more;
+    `None` if one of them is not on this machine."""
+    ours, theirs = (tokenizer_at(each) for each in (name, other))
+    if ours is None or theirs is None:
+        return None
+    ids, others = ours.get_vocab(), theirs.get_vocab()
+    return sum(others.get(token) != id for token, id in ids.items()) <= _RENAMED * len(ids)
+
+
+def tokenizer_at(name: str) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer beside some weights, by their folder, GGUF file or Hub id, if it is on this machine."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not name:
+        return None
+    path = Path(name)
+    try:
+        if path.suffix == ".gguf":  # `AutoTokenizer` goes through the whole file once more for its type
+            return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whoever asks does without
+        logger.info("No tokenizer was found in %s: %s", path.name, error)
+        return None
 
 
 def check_without_virtual_tokens(target: object) -> None:

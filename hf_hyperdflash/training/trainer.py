@@ -44,7 +44,7 @@ from .features.capture import compute_residual
 from .features.fingerprint import short_fingerprint, target_fingerprint
 from .features.store import FeatureCache
 from .losses.loss import IGNORE_INDEX
-from .losses.objective import Batch, BlockObjective, collate, training_layer_ids
+from .losses.objective import Batch, BlockObjective, collate
 from .losses.unrolled import make_objective
 from .runs.checkpoints import CHECKPOINT, apply_umask, checkpoint_to_resume, describe_earlier_run, newest_complete
 from .runs.record import write_record
@@ -160,7 +160,7 @@ class HyperDFlashTrainer(Trainer):
             return None
         if isinstance(dataset, FeatureCache):
             self._train_rows = dataset if name == "train" else self._train_rows
-            return dataset.select_layers(training_layer_ids(self.drafter_config))
+            return dataset.select_layers(self.objective.layer_ids)
         if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
             return {key: self._prepare_rows(part, f"{name}-{key}", args, tokenizer) for key, part in dataset.items()}
         if args.feature_source == "online" and not len(self.objective.target.layers):
@@ -190,7 +190,7 @@ class HyperDFlashTrainer(Trainer):
             return rows
         if isinstance(rows, dict):
             return {key: self._write_features(part, f"{name}-{key}") for key, part in rows.items()}
-        args, layers = self.args, training_layer_ids(self.drafter_config)
+        args, layers = self.args, self.objective.layer_ids
         directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
         with args.main_process_first(local=False, desc="writing features"):
             if args.process_index == 0:
@@ -238,12 +238,11 @@ class HyperDFlashTrainer(Trainer):
         return (loss, terms) if return_outputs else loss
 
     def residual(self, batch: Batch) -> torch.Tensor:
-        """Return the residual streams `[batch, seq, streams, config.hidden_size]` of [`training_layer_ids`], from the
+        """Return the residual streams `[batch, seq, streams, config.hidden_size]` that training reads, from the
         feature cache or by a forward of the target."""
         if "residual" in batch:
             return batch["residual"]
-        layers = training_layer_ids(self.drafter_config)
-        return compute_residual(self.target, batch["input_ids"], batch["position_ids"], layers)
+        return compute_residual(self.target, batch["input_ids"], batch["position_ids"], self.objective.layer_ids)
 
     def _table(self, model: nn.Module) -> torch.Tensor | None:
         """Return the drafter's own table of token scores, gathered on every process. Each process has the gradient of
@@ -364,7 +363,11 @@ class HyperDFlashTrainer(Trainer):
                 another target, drafter or recipe, no evaluation gives `metric_for_best_model`, or the disk has no
                 space for one checkpoint.
         """
-        self.drafter_config.target_fingerprint = self._target_fingerprint
+        config, own = self.drafter_config, self.objective.target.config
+        config.target_fingerprint = self._target_fingerprint
+        if getattr(config, "target_model_type", None) == "":  # another program's drafter is of this target from now on
+            config.target_model_type = own.model_type
+            config.target_num_layers = config.target_num_layers or own.num_hidden_layers
         if resume_from_checkpoint:
             folder, skipped = checkpoint_to_resume(resume_from_checkpoint, Path(str(self.args.output_dir)))
             if self.is_world_process_zero():

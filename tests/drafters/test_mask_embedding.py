@@ -50,7 +50,7 @@ def first_loss(drafter, target):
         drafter, target_of(target), HyperDFlashTrainingArguments("unused", num_anchors=4, use_cpu=True)
     )
     objective.add_anchors(batch, 0)
-    with torch.no_grad(), capture_residual(target, training_layer_ids(drafter.config)) as captured:
+    with torch.no_grad(), capture_residual(target, training_layer_ids(drafter, target_of(target))) as captured:
         target(batch["input_ids"])
         places = batch["anchors"], captured[0], batch["steps"]
         drafted = objective.run_drafter(drafter, batch, *places)

@@ -535,7 +535,8 @@ def test_training_sees_what_is_drafted_from(target, kind, fields):
         embed(block), positions, None, mask, residual, everywhere.expand(2, -1), previous, embed(previous)
     )  # fmt: skip
     assert out.states.shape == (2, 2, drafts, 32) and (out.vectors is None) == (drafter.head_table is None)
-    logits = drafter.to_full_vocabulary(drafter.logits(target_of(target), out.states, out.vectors))
+    seen = target_of(target)
+    logits = drafter.to_full_vocabulary(seen, drafter.logits(seen, out.states, out.vectors))
     for row, of_row in enumerate(anchors.tolist()):
         for i, anchor in enumerate(of_row):
             context, slots = drafter.new_context(), slice(i * config.block_size, (i + 1) * config.block_size)

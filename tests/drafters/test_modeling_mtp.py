@@ -415,8 +415,8 @@ def test_bind_checks_the_pair(drafter, target):
     assert drafter.bind(target) is None and isinstance(target, BoundTarget)  # nothing for a notebook to print
     drafter.unbind(target)
     assert type(target) is own
-    with pytest.raises(ValueError, match=r"`vocab_size` 64, but this target's is 80"):
-        drafter.bind(tiny_target(vocab_size=80))
+    with pytest.raises(ValueError, match=r"`vocab_size` 64, but this target's is 48"):
+        drafter.bind(tiny_target(vocab_size=48))
     with pytest.raises(ValueError, match=r"`hidden_size` 32, but this target's is 64"):
         drafter.check_target(target_of(tiny_target(hidden_size=64)))
     with pytest.raises(ValueError, match=r"`hc_mult` 4, but this target's is 2"):

@@ -157,7 +157,7 @@ def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample, asked)
         logits = (drafter if vocabulary else target).lm_head(drafted.states)
         if head != "none":
             logits = logits + drafted.vectors @ drafter.head_table.T
-        return drafter.to_full_vocabulary(logits)[0]
+        return drafter.to_full_vocabulary(target_of(target), logits)[0]
 
     with torch.no_grad():
         for place, k in ((2, 0), (5, 0), (5, 1)):  # what is drafted there is right

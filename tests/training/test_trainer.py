@@ -79,7 +79,7 @@ def test_training_reproduces_the_draft_logits_of_every_round(target, fields):
     handle.remove()
     assert len(rounds) > 5
     batch = {"input_ids": text, "position_ids": torch.arange(text.shape[1])[None]}
-    with torch.no_grad(), capture_residual(target, training_layer_ids(drafter.config)) as captured:
+    with torch.no_grad(), capture_residual(target, training_layer_ids(drafter, target_of(target))) as captured:
         target(text, use_cache=False)
         anchors = torch.tensor([[anchor for anchor, _ in rounds]])
         args = SimpleNamespace(**RECIPES["hyperdflash"], kl_teacher="hc_head")
@@ -703,7 +703,8 @@ def test_a_lora_adapter_has_heads_whole(tmp_path, target, kind):
 def test_each_layer_is_read_once_and_padding_belongs_to_the_last_document(target):
     layers = {(0, -1): [0, -1], (0, 1): [0, 1, -1], (-1,): [-1]}
     for ids, expected in layers.items():
-        assert training_layer_ids(tiny_drafter(target, reducer="fc", target_layer_ids=list(ids)).config) == expected
+        drafter = tiny_drafter(target, reducer="fc", target_layer_ids=list(ids))
+        assert training_layer_ids(drafter, target_of(target)) == expected
     packed = {"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1], "position_ids": [0, 1, 0]}
     batch = collate([packed, {"input_ids": [5] * 6, "loss_mask": [1] * 6, "position_ids": list(range(6))}])
     assert batch["position_ids"][0].tolist() == [0, 1, 0, 1, 2, 3]  # a document more would be run through the target

@@ -303,7 +303,7 @@ def test_no_anchor_without_an_entry(tmp_path, target):
     batch = collate(trainer.train_dataset.to_list())
     trainer.objective.add_anchors(batch, trainer.state.global_step)
     assert batch["anchors"].tolist() == [list(range(1, 9))]
-    assert training_layer_ids(drafter.config)[-1] == -1
+    assert training_layer_ids(drafter, target_of(target))[-1] == -1
 
 
 def test_lora_with_a_whole_rank_head(tmp_path, target):

@@ -12,7 +12,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...decoding.bind import check_once, learned_stats
+from ...decoding.bind import learned_stats
+from ...decoding.proposals import checked_pair
 from ...decoding.stats import SpeculationStats
 from ...drafters.base import Drafter
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
@@ -165,7 +166,7 @@ class _Examination:
         found, target, drafter = self.found, self.target, self.drafter
         found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
         try:
-            check_once(target, drafter)
+            checked_pair(target_of(target), drafter)
         except ValueError as error:
             found.problems["fit"] = str(error)
             return found

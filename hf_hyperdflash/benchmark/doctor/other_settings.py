@@ -228,10 +228,11 @@ def _rounds(
         drafts = hidden.unflatten(1, (-1, config.block_size))[:, :, config.first_slot :]
         previous = previous_tokens(text, anchors, config.max_draft_tokens)
         embeds = seen.embed(previous.flatten(1)).view(*previous.shape, -1)
-        output = run_heads(drafts, previous, embeds, drafter.head, None)
+        known = previous.clamp(max=config.vocab_size - 1)  # a target may have got more tokens
+        output = run_heads(drafts, known, embeds, drafter.head, None)
         logits = drafter.logits(seen, output.states, output.vectors)[0].to(text.device).float()
         tokens = block_labels(text, is_text, positions, anchors, config.max_draft_tokens)[0]
-        vocabulary = drafter.draft_vocabulary
+        vocabulary = drafter.draft_vocabulary(seen)
         labels = tokens if vocabulary is None else indices_among(tokens, vocabulary.ids)
         emitted.append(1 + (logits.argmax(-1) == labels).long().cumprod(-1).sum(-1).cpu())
         # The first `block_size - 1` positions, which both anchor conventions draft.

@@ -28,8 +28,8 @@ class BlockDrafter(ReadingDrafter):
     A subclass has `layers`, `rotary_emb`, [`reduce`], [`_begin`] and [`_end`]. A layer is called with the block's
     hidden states, the feature of what is new to the context, the rotary embedding of both, the context and the mask;
     its `keys_values` are of the feature alone. Its configuration has `vocab_size`, `draft_vocab_size`, `block_size`,
-    `first_slot`, `max_draft_tokens`, `mask_token_id`, `kinds`, `attention_span`, `target_layer_ids`, `num_streams`,
-    `target_hc_mult`, `target_hidden_size`, `target_name_or_path`, what [`ContextCache`] and its heads read.
+    `first_slot`, `max_draft_tokens`, `mask_token_id`, `kinds`, `attention_span`, `target_layer_ids`, `target_hc_mult`,
+    `target_hidden_size`, `target_name_or_path`, what [`ContextCache`] and its heads read.
     """
 
     layers: nn.ModuleList
@@ -46,7 +46,7 @@ class BlockDrafter(ReadingDrafter):
     # The block
 
     def reduce(self, residual: torch.Tensor) -> torch.Tensor:
-        """Collapse `[batch, seq, config.num_streams, config.target_hidden_size]` to the normed conditioning feature
+        """Collapse `[batch, seq, streams read, config.target_hidden_size]` to the normed conditioning feature
         `[batch, seq, config.hidden_size]` in the drafter's dtype."""
         raise NotImplementedError(f"A {type(self).__name__} has no `reduce`.")
 
@@ -87,7 +87,7 @@ class BlockDrafter(ReadingDrafter):
                 one for each kind of layer in `config.kinds`; `None` for one block, whose slots see what
                 `config.attention_span` says.
             residual: The target's residual streams of `config.target_layer_ids` of tokens before the anchors,
-                `[batch, seq, config.num_streams, config.target_hidden_size]`.
+                `[batch, seq, streams read, config.target_hidden_size]`.
             residual_position_ids: `[batch, seq]`, true positions of `residual`.
             previous_ids: `[batch, blocks, config.max_draft_tokens]`, in training: the token before each draft.
             previous_embeds: The target's embeddings of them, `[..., config.target_hidden_size]`.
@@ -234,7 +234,7 @@ class BlockDrafter(ReadingDrafter):
             context.pending = None
         states = hidden[:, config.first_slot : config.first_slot + count]
         if not (self._follows_paths or sampler.tree_budget):
-            return sampler.blind(ids, self.to_full_vocabulary(self.logits(target, states)))
+            return sampler.blind(ids, self.to_full_vocabulary(target, self.logits(target, states)))
         path = BlockPath(self, target, states)
         tree = sampler.grow(ids, count, path)
         return path.with_head_choices(tree) if self.head is not None and are_trees_kept() else tree
@@ -259,7 +259,7 @@ class BlockDrafter(ReadingDrafter):
         spans = [config.attention_span(kind) for kind in config.kinds]
         spare = most_new + config.block_size
         shape = texts, config.num_key_value_heads, room + spare, config.head_dim
-        residual = texts, most_new, config.num_streams, config.target_hidden_size
+        residual = texts, most_new, len(self.layers_read(target)) * target.streams, config.target_hidden_size
         pending = [torch.zeros(residual, dtype=target.dtype, device=device)]
         shared = FixedBuffers(len(spans), shape, spare, self.norm.weight, pending, compiled)
         for context in contexts:
@@ -315,7 +315,7 @@ class BlockDrafter(ReadingDrafter):
                 each.sampler.grow(each.ids, each.num_drafts, BlockPath(self, target, own))
                 for each, own in zip(requests, rows)
             ]
-        logits = self.to_full_vocabulary(self.logits(target, states))
+        logits = self.to_full_vocabulary(target, self.logits(target, states))
         of_each = zip(requests, logits.split(1))
         return [each.sampler.blind(each.ids, own[:, : each.num_drafts]) for each, own in of_each]
 
@@ -335,7 +335,7 @@ class BlockDrafter(ReadingDrafter):
         if self.config.draft_vocab_size:
             logits = self.own_head(hidden).masked_fill(self.draft_ids == (-1 if mask is None else mask), -torch.inf)
         else:
-            logits = target.logits(hidden)
+            logits = target.logits(hidden)[..., : self.config.vocab_size]
             if mask is not None:
                 logits[..., mask] = -torch.inf
         if vectors is None or self.head_table is None:

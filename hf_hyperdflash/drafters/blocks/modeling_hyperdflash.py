@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ...targets.mask_token import find_mask_token
 from ...targets.registry import target_of
 from ...targets.target import Target
+from ..configuration import SPECIAL_TOKENS
 from ..parts.heads import HEADS, ConfidenceHead
 from ..parts.layers import (
     CausalConvolution,
@@ -165,6 +166,7 @@ class HyperDFlashDrafter(BlockDrafter):
             "target_model_type": own.model_type,
             "target_name_or_path": target.config._name_or_path,
             "target_revision": getattr(target.config, "_commit_hash", None) or "",
+            **{name: getattr(own, name, None) for name in SPECIAL_TOKENS},
         }
         if seen.streams == 1 and config_fields.get("target_layer_ids") is None:
             fields["target_layer_ids"] = _spread_layers(own, config_fields.get("num_hidden_layers"))
@@ -175,7 +177,7 @@ class HyperDFlashDrafter(BlockDrafter):
                 own.num_hidden_layers,
             )
         config = HyperDFlashConfig(reducer=reducer, **{**fields, **config_fields})
-        check_pair(config, seen, cls.__name__)
+        check_pair(config, seen, cls.__name__, config.target_layer_ids or [])
         device = cls.device_for(seen)
         with torch.device("meta") if device.type == "meta" else nullcontext():
             drafter = cls(config)
@@ -256,16 +258,6 @@ class HyperDFlashDrafter(BlockDrafter):
     def _end(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(hidden)
         return hidden if self.head_proj is None else self.head_proj(hidden)
-
-    # Use with a target
-
-    def bind(self, target: PreTrainedModel, as_default: bool = False) -> None:
-        """Bind as any drafter. The configuration gets the target's special tokens, which transformers' pipelines
-        compare."""
-        super().bind(target, as_default)
-        own = target.config.get_text_config(decoder=True)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(self.config, name, getattr(own, name, None))
 
 
 def _spread_layers(target: PreTrainedConfig, drafter_layers: int | None) -> list[int]:

@@ -88,14 +88,13 @@ class MedusaDrafter(SavedDrafter):
 
     def check_target(self, target: Target) -> None:
         """Raise a `ValueError` that names both values if the heads do not fit `target`."""
-        for what in ("vocab_size", "hidden_size"):
-            own, targets = getattr(self.config, what), getattr(target.config, what)
-            if own != targets:
-                raise ValueError(
-                    f"The Medusa heads were made for a target with `{what}` {own}, but this target's is {targets}: "
-                    f"load {self.config.target_name_or_path or 'that one'}."
-                )
         super().check_target(target)
+        own, targets = self.config.hidden_size, target.config.hidden_size
+        if own != targets:
+            raise ValueError(
+                f"The Medusa heads were made for a target with `hidden_size` {own}, but this target's is {targets}: "
+                f"load {self.config.target_name_or_path or 'that one'}."
+            )
 
     def new_context(self) -> LastState:
         """Return an empty context for one sequence."""
@@ -140,10 +139,13 @@ class MedusaDrafter(SavedDrafter):
         return [each.sampler.blind(each.ids, logits) for each, logits in zip(requests, own)]
 
     def forward(self, target: Target, residual: torch.Tensor) -> torch.Tensor:
-        """Return each head's logits after tokens, `[batch, config.medusa_num_heads, config.vocab_size]`, from their
-        residual `[batch, 1, streams, config.hidden_size]`."""
+        """Return each head's logits after tokens, `[batch, config.medusa_num_heads, target.config.vocab_size]`, from
+        their residual `[batch, 1, streams, config.hidden_size]`. Tokens that the target got later have minus
+        infinity."""
         states = target.collapse(residual)[:, 0].to(self.device, self.dtype)
-        return torch.stack([head(states) for head in self.children()], dim=1)
+        logits = torch.stack([head(states) for head in self.children()], dim=1)
+        added = target.config.vocab_size - self.config.vocab_size
+        return nn.functional.pad(logits, (0, added), value=-torch.inf) if added else logits
 
     def fixed_contexts(
         self,

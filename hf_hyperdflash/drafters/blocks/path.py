@@ -34,6 +34,7 @@ class BlockPath:
         self._texts: torch.Tensor | None = None  # the text of each path of the last call; `None` of the only one
         count = 0 if self.head is None else self.config.head_candidates or 0
         # [batch, drafts, drafted vocabulary], without the head; not needed where the head scores every token anew.
+        self._vocabulary = drafter.draft_vocabulary(target)
         is_needed = self.head is None or self.head.table is not None or count
         self._blind = drafter.logits(target, hidden) if is_needed else None
         self._candidates = None if self._blind is None or not count else self._blind.topk(count, dim=-1).indices
@@ -58,6 +59,8 @@ class BlockPath:
             tokens, rows = tokens.to(hidden.device), rows.to(hidden.device)
             embeds = self.target.embed(tokens[:, None])[:, 0] if self.head.reads_embeds else None
             carried = None if self._carried is None else self._carried[rows]
+            if not k:  # the anchor may be a token that the target got later, and of which tables know nothing
+                tokens = tokens.clamp(max=self.config.vocab_size - 1)
             states, vectors, memory, self._carried = self.head(hidden, tokens, embeds, carried)
             if blind is None:
                 logits = self.drafter.logits(self.target, states)
@@ -66,7 +69,7 @@ class BlockPath:
             else:
                 ids = self._of_paths(self._candidates, k, len(tokens))
                 logits = self._best(blind.float(), ids, states, vectors)
-        return DraftStep(logits, self._confidence(k, hidden, memory), self.drafter.draft_vocabulary)
+        return DraftStep(logits, self._confidence(k, hidden, memory), self._vocabulary)
 
     def _of_paths(self, parts: torch.Tensor, k: int, paths: int) -> torch.Tensor:
         """Return what each path reads at draft position `k`, `[paths, ...]`, of its text's row of
@@ -77,7 +80,7 @@ class BlockPath:
         """Return a tree of this block with `by_head`: whether the head chose each node, although the block alone finds
         another token more probable, before the request's processors."""
         blind = self.drafter.logits(self.target, self.hidden) if self._blind is None else self._blind
-        alone = self.drafter.to_full_vocabulary(blind)[0].argmax(-1).tolist()
+        alone = self.drafter.to_full_vocabulary(self.target, blind)[0].argmax(-1).tolist()
         drafts = zip(tree.tokens.tolist(), tree.depths)
         return replace(tree, by_head=tuple(token != alone[depth - 1] for token, depth in drafts))
 

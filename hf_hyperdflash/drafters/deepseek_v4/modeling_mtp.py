@@ -256,7 +256,9 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         return target.embed(ids).to(self.device)
 
     def _logits(self, target: Target, streams: torch.Tensor) -> torch.Tensor:
-        return target.logits(self.collapse(streams)).float()
+        logits = target.logits(self.collapse(streams)).float()
+        logits[..., self.config.vocab_size :] = -torch.inf  # tokens that the target got later
+        return logits
 
     # Use with a target
 
@@ -267,8 +269,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
             ValueError: Naming both values, if they cannot work together.
         """
         super().check_target(target)
-        targets_sizes = (target.config.vocab_size, target.config.hidden_size, target.streams)
-        for what, targets in zip(("vocab_size", "hidden_size", "hc_mult"), targets_sizes):
+        for what, targets in (("hidden_size", target.config.hidden_size), ("hc_mult", target.streams)):
             drafters = getattr(self.config, what)
             if drafters != targets:
                 raise ValueError(

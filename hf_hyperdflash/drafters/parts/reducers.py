@@ -164,8 +164,8 @@ class StreamMean:
 
     @staticmethod
     def reduce(drafter: Any, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        streams, residual = drafter.config.target_hc_mult, residual.to(dtype)
-        mean = residual if streams == 1 else residual.unflatten(2, (-1, streams)).mean(3)
+        read, residual = len(drafter.config.target_layer_ids), residual.to(dtype)
+        mean = residual if residual.shape[2] == read else residual.unflatten(2, (read, -1)).mean(3)
         return drafter.fc(mean.flatten(2))
 
 

@@ -14,8 +14,8 @@ class UnrolledConfig(DrafterConfig):
         max_blocks: Passes of one round: the first, and those that continue it.
         own_embedding: Whether it embeds tokens itself, not with the target's embedding.
         qk_norm: Whether its attention normalizes queries and keys.
-        usual_layers: Whether it reads the layers 1, n / 2 - 1 and n - 4 of a target of n: `target_layer_ids` are set
-            when it is bound. Other programs' checkpoints do not have n.
+        usual_layers: Whether it reads the layers 1, n / 2 - 1 and n - 4 of a target of n: other programs' checkpoints
+            do not have n, and of `target_layer_ids` only the number counts.
 
     Raises:
         ValueError: If a field, or two together, have values that no drafter can have.

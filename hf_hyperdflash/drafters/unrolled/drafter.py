@@ -24,6 +24,7 @@ from ...targets.target import Target
 from ...trees.growth import AskedDrafts, GrownChains, GrownNodes
 from ...trees.padding import Padding
 from ...trees.tree import DraftTree
+from ..configuration import SPECIAL_TOKENS
 from ..parts.entry_context import EntryBatch, EntryContext
 from ..parts.fixed_context import FixedBuffers, FixedEntries
 from ..parts.heads import HeadOutput
@@ -102,7 +103,7 @@ class UnrolledDrafter(ReadingDrafter):
         if not fields.get("draft_vocab_size"):  # then it has the target's LM head
             fields.setdefault("final_logit_softcapping", seen.soft_cap)
         config = kind(**fields)
-        check_pair(config, seen, cls.__name__)
+        check_pair(config, seen, cls.__name__, config.target_layer_ids or [])
         if config.own_embedding and config.hidden_size != config.target_hidden_size:
             raise ValueError(
                 f"`hidden_size` is {config.hidden_size} and `own_embedding` True, expected "
@@ -128,7 +129,7 @@ class UnrolledDrafter(ReadingDrafter):
 
     def condition(self, residual: torch.Tensor) -> torch.Tensor:
         """Return what first blocks are conditioned on, `[batch, seq, config.hidden_size]`, from the target's residual
-        streams `[batch, seq, config.num_streams, config.target_hidden_size]`."""
+        streams `[batch, seq, streams read, config.target_hidden_size]`."""
         return self.reducer.reduce(self, residual, self.dtype)
 
     def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
@@ -184,9 +185,10 @@ class UnrolledDrafter(ReadingDrafter):
         return hidden.unflatten(1, (-1, self.config.block_size))
 
     def embed(self, target: Target, ids: torch.Tensor) -> torch.Tensor:
-        """Return embeddings of tokens, the drafter's own or the target's."""
+        """Return embeddings of tokens, the drafter's own or the target's. Of tokens that the target got later an own
+        embedding has no row: its last one stands for them."""
         if self.config.own_embedding:
-            return self.embed_tokens(ids.to(self.device))
+            return self.embed_tokens(ids.to(self.device).clamp(max=self.config.vocab_size - 1))
         return target.embed(ids).to(self.device)
 
     # Training
@@ -204,7 +206,7 @@ class UnrolledDrafter(ReadingDrafter):
         """Run the first blocks of all entries and, from some of them, blocks that continue each other.
 
         Args:
-            residual: `[batch, seq, config.num_streams, config.target_hidden_size]`.
+            residual: `[batch, seq, streams read, config.target_hidden_size]`.
             position_ids: `[batch, seq]`, counting from 0 in every packed document.
             next_embeds: `[batch, seq, config.target_hidden_size]`, of the token after each; with `own_embedding` these
                 tokens, `[batch, seq]`.
@@ -248,12 +250,8 @@ class UnrolledDrafter(ReadingDrafter):
             "`max_blocks`."
         )
 
-    def check_target(self, target: Target) -> None:
-        """Raise a `ValueError` that names both values if the drafter does not fit `target`. A drafter that reads the
-        usual layers of any target learns here which they are."""
-        if self.config.usual_layers:
-            self.config.target_layer_ids = usual_layers(target.config.num_hidden_layers)
-        super().check_target(target)
+    def layers_read(self, target: Target) -> list[int]:
+        return usual_layers(target.config.num_hidden_layers) if self.config.usual_layers else self.target_layer_ids
 
     def new_context(self) -> EntryContext:
         """Return an empty context for one sequence."""
@@ -356,7 +354,7 @@ class UnrolledDrafter(ReadingDrafter):
         most_blocks = width_of_pass(max(self.most_blocks(most_drafts, draws) for draws in (False, True)))
         spare = (most_new + config.max_blocks * most_blocks) * config.block_size
         shape = texts, config.num_key_value_heads, room * config.block_size + spare, config.head_dim
-        residual = texts, most_new, config.num_streams, config.target_hidden_size
+        residual = texts, most_new, len(self.layers_read(target)) * target.streams, config.target_hidden_size
         pending = (
             torch.zeros(residual, dtype=target.dtype, device=self.device),
             torch.zeros(residual[:2], dtype=torch.long, device=self.device),
@@ -406,13 +404,15 @@ class UnrolledDrafter(ReadingDrafter):
         raise NotImplementedError(f"A {type(self).__name__} has no `_draft`.")
 
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
-        """Return logits `[..., config.vocab_size]` from states `[..., config.hidden_size]`, which are normed here.
-        Tokens that cannot be drafted have minus infinity."""
-        return self.to_full_vocabulary(self.drafted_logits(target, self.norm(states)))
+        """Return logits `[..., target.config.vocab_size]` from states `[..., config.hidden_size]`, which are normed
+        here. Tokens that cannot be drafted have minus infinity."""
+        return self.to_full_vocabulary(target, self.drafted_logits(target, self.norm(states)))
 
     def drafted_logits(self, target: Target, normed: torch.Tensor) -> torch.Tensor:
         """Return logits `[..., config.draft_vocab_size or config.vocab_size]` from normed states."""
-        return self.own_head(normed) if self.config.draft_vocab_size else target.logits(normed)
+        if self.config.draft_vocab_size:
+            return self.own_head(normed)
+        return target.logits(normed)[..., : self.config.vocab_size]
 
 
 class _LevelCache:
@@ -514,4 +514,5 @@ def fields_of(target: Target) -> dict[str, Any]:
         "target_model_type": own.model_type,
         "target_name_or_path": target.model.config._name_or_path,
         "target_revision": getattr(target.model.config, "_commit_hash", None) or "",
+        **{name: getattr(own, name, None) for name in SPECIAL_TOKENS},
     }

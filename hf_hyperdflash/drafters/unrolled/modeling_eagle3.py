@@ -79,7 +79,7 @@ class Eagle3Drafter(UnrolledDrafter):
         config = self.config
         if not config.norm_before_fc and not config.fc_norm:
             return super().condition(residual)
-        layers = residual.to(self.dtype).unflatten(2, (-1, config.target_hc_mult))
+        layers = residual.to(self.dtype).unflatten(2, (len(config.target_layer_ids or ()), -1))
         layers = layers.mean(3) if config.reducer == "stream_mean" else layers.flatten(3)
         if config.norm_before_fc:
             normed = self.input_norm(layers.flatten(2))
@@ -104,6 +104,7 @@ class Eagle3Drafter(UnrolledDrafter):
         return max(max(sizes, default=1) for sizes in of_all)
 
     def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        vocabulary = self.draft_vocabulary(target)
         first, are_chains = 0, requests[0].sampler.tree_budget is None  # number of the block of the first path
 
         def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
@@ -116,7 +117,7 @@ class Eagle3Drafter(UnrolledDrafter):
                 first = len(unrolling.states)
                 states = unrolling.branch(blocks, torch.zeros_like(blocks), tokens.to(self.device))
             logits = self.drafted_logits(target, self.norm(states[:, 0]))
-            return DraftStep(logits, vocabulary=self.draft_vocabulary)
+            return DraftStep(logits, vocabulary=vocabulary)
 
         trees = drafts_in_step(requests, steps, self.config.tree_width)
         return [replace(tree, passes=tree.depths) for tree in trees]

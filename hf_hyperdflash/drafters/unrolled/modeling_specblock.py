@@ -108,6 +108,6 @@ class SpecBlockDrafter(UnrolledDrafter):
             ranks = None
             if self.rank_head is not None:
                 ranks = self.rank_head(normed, rank_features(drafted).to(normed.device)).float().softmax(-1)
-            return BlockStep(self.to_full_vocabulary(drafted), ranks)
+            return BlockStep(self.to_full_vocabulary(target, drafted), ranks)
 
         return blocks

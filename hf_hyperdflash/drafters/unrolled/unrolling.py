@@ -228,7 +228,7 @@ class FixedUnrolling:
             positions = (self._positions + k * self.drafter.moves_positions).expand(-1, paths)
             ids, mask = tokens.unflatten(0, (texts, paths)), of_path | (ahead < 0)[:, None]
             self.states = self._run(carried, ids, positions, self._first + made, mask).flatten(0, 1)
-        return DraftStep(self.logits(1)[:, 0], vocabulary=self.drafter.draft_vocabulary)
+        return DraftStep(self.logits(1)[:, 0], vocabulary=self.drafter.draft_vocabulary(self.target))
 
     def _run(
         self,

@@ -9,6 +9,7 @@ from typing import Any, cast
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from ...drafters.configuration import SPECIAL_TOKENS
 from ...drafters.parts.block_attention import FULL, SLIDING
 from ...targets.hooks import EMBEDDINGS
 
@@ -168,7 +169,7 @@ def read_streams(shape: Mapping[str, Any], width: int | None, name: str) -> dict
 
 
 def read_shape(shape: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return our fields for the shape of layers and their RoPE.
+    """Return our fields for the shape of layers, their RoPE and the target's special tokens, which stand beside them.
 
     Raises:
         ValueError: If one is missing or not valid.
@@ -186,7 +187,7 @@ def read_shape(shape: Mapping[str, Any], name: str) -> dict[str, Any]:
     if isinstance(rope, dict) and rope.get("partial_rotary_factor") is None:
         rope = {**rope, "partial_rotary_factor": shape.get("partial_rotary_factor")}
     shapes = {field: shape[field] for field in _SHAPE if shape.get(field) is not None}
-    return {**shapes, "rope_parameters": rope}
+    return {**shapes, "rope_parameters": rope, **{key: shape.get(key) for key in SPECIAL_TOKENS}}
 
 
 def layer_fields(config: HyperDFlashConfig) -> dict[str, Any]:

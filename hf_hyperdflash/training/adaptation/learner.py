@@ -18,7 +18,7 @@ from ...drafters.unrolled.drafter import UnrolledDrafter
 from ...targets.registry import target_of
 from ..data.blocks import expected_rounds, sample_anchors
 from ..losses.loss import IGNORE_INDEX, DrafterLoss
-from ..losses.objective import Batch, LossSettings, collate, training_layer_ids
+from ..losses.objective import Batch, LossSettings, collate
 from ..losses.unrolled import make_objective
 from .configuration import AdaptationConfig
 
@@ -54,7 +54,7 @@ class Learner:
         seen = target_of(target)
         drafter.check_trainable(seen)
         self.config, self.objective = config, make_objective(drafter, seen, cast(LossSettings, config))
-        self.layer_ids, self.steps_taken = training_layer_ids(drafter.config), 0
+        self.layer_ids, self.steps_taken = self.objective.layer_ids, 0
         self.copy: nn.Module = copy.deepcopy(drafter).float().requires_grad_(False)
         everything = [name for name, _ in self.copy.named_parameters()]
         self.arms = {"heads": [name for name in everything if name.startswith(_HEADS)], "all": everything}

@@ -10,7 +10,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from ...drafters.parts.heads import HEADS, HeadOutput
 from ...drafters.parts.layers import block_inputs
@@ -43,9 +42,9 @@ def collate(rows: Sequence[dict[str, Any]]) -> Batch:
     return batch
 
 
-def training_layer_ids(config: PreTrainedConfig) -> list[int]:
+def training_layer_ids(drafter: Any, target: Target) -> list[int]:
     """Return the layers that training reads: the drafter's and, for the teacher, the last one."""
-    ids = list(config.target_layer_ids or ())
+    ids = list(drafter.layers_read(target))
     return ids if ids[-1] == -1 else [*ids, -1]
 
 
@@ -84,6 +83,7 @@ class BlockObjective:
         loss_weights: Weights of the loss's terms; 0 where the drafter does not have the part that a term trains.
         kl_positions: How many draft positions are distilled.
         trains_acceptance: Whether the loss needs the probability that each draft is accepted.
+        layer_ids: The layers that training reads, the drafter's first.
         selects_candidates: Whether a head chooses among the best tokens of the block's own logits.
     """
 
@@ -91,6 +91,7 @@ class BlockObjective:
         check_teacher(target, args.kl_teacher)
         config = drafter.config
         self.drafter, self.config, self.target, self.args = drafter, config, target, args
+        self.layer_ids = training_layer_ids(drafter, target)
         self.weights = self._position_weights(args.loss_decay)
         self.kl_weights: torch.Tensor | None = None
         self.loss_weights: dict[str, float] = {name: getattr(args, name) for name in LOSS_WEIGHTS}
@@ -150,8 +151,7 @@ class BlockObjective:
             drafter: The drafter, wrapped for distributed training or not.
             batch: `input_ids` and `position_ids`, `[batch, seq]`.
             anchors: Indices into the rows, `[batch, anchors]`, -1 for missing ones.
-            residual: `[batch, seq, streams, config.target_hidden_size]` of the same rows, of
-                [`training_layer_ids`].
+            residual: `[batch, seq, streams, config.target_hidden_size]` of the same rows, of `layer_ids`.
             steps: Of [`steps`].
 
         Returns:
@@ -171,11 +171,15 @@ class BlockObjective:
             embeds,
             positions,
             attention_mask=block_masks(config, anchors, batch["position_ids"]),
-            residual=residual[:, :, : config.num_streams],
+            residual=self.residual_read(residual),
             residual_position_ids=batch["position_ids"],
             previous_ids=previous,
             previous_embeds=previous_embeds,
         )
+
+    def residual_read(self, residual: torch.Tensor) -> torch.Tensor:
+        """Return of the residual what the drafter reads."""
+        return residual[:, :, : len(self.config.target_layer_ids or ()) * self.target.streams]
 
     def loss(
         self,
@@ -258,6 +262,6 @@ class BlockObjective:
         at = (anchors.clamp(min=0).unsqueeze(-1) + steps.to(anchors.device)).clamp(max=length - 1)
         rows = length * torch.arange(batch, device=at.device)
         index, inverse = (at + rows[:, None, None]).unique(return_inverse=True)
-        final = residual.flatten(0, 1)[index, -self.config.target_hc_mult :]
+        final = residual.flatten(0, 1)[index, -self.target.streams :]
         states = teacher_states(self.target, final.unsqueeze(0), self.args.kl_teacher).to(residual.device)
         return states[0, inverse].flatten(0, 1)

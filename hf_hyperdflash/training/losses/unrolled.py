@@ -56,7 +56,7 @@ class UnrolledObjective(BlockObjective):
             with torch.no_grad():
                 following, later = (self.target.embed(each) for each in (following, later))
         return drafter(
-            residual[:, :, : self.config.num_streams],
+            self.residual_read(residual),
             batch["position_ids"],
             following,
             (anchors - 1).clamp(min=0),

@@ -37,10 +37,10 @@ def check_layer_ids(ids: list[int] | None) -> None:
             f"`target_layer_ids` is {ids!r}, expected a list of layer numbers: [-1] or [2, -1], for example."
         )
     order = [math.inf if i == -1 else i for i in ids]  # the last layer comes last
-    if not ids or min(ids) < EMBEDDINGS or order != sorted(set(order)):
+    if not ids or order != sorted(set(order)) or any(i < -1 and i != EMBEDDINGS for i in ids):
         raise ValueError(
-            f"`target_layer_ids` is {ids}, expected ascending layer numbers from 0, each once, {EMBEDDINGS}, the "
-            "embeddings, before them and -1, the pre-collapse residual, at the end: [-1], [2] or [2, -1] for example."
+            f"`target_layer_ids` is {ids}, expected ascending layer numbers from 0, each once, and -1, the "
+            f"pre-collapse residual, at the end: [-1], [2] or [2, -1] for example; {EMBEDDINGS} is the embeddings."
         )
 
 
@@ -84,7 +84,7 @@ class DrafterConfig(WithCode, PreTrainedConfig):
             target's LM head. Only for drafters of other formats.
         target_layer_ids: The layers whose residual streams the drafter reads, ascending: -1 is the last layer's
             output, the pre-collapse residual, which is the paper's source and the default; other numbers are
-            intermediate layers, counted from 0, and -2 is what enters the first one, the embeddings.
+            intermediate layers, counted from 0, and -1,000,000 is what enters the first one, the embeddings.
         reducer: How the streams become the conditioning feature. `"hc_gate"`: the paper's, gates inherited from the
             target's `hc_head` (Eq. 1), per layer read. `"fc"`: vanilla DFlash's dense projection of all streams read.
             `"hybrid"`: ours, the gate of the last layer read plus a normed dense projection of the others (of the

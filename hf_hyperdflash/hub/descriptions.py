@@ -111,7 +111,7 @@ def _layers(config: PreTrainedConfig) -> str:
         return "the residual streams after layer 1, one in the middle and the fourth from the end"
     ids = config.target_layer_ids or []
     before = [str(layer) for layer in ids if layer >= 0]
-    parts = ["the embeddings"] if -2 in ids else []
+    parts = ["the embeddings"] if min(ids, default=0) < -1 else []
     if before:
         parts.append(f"the residual streams after layer{'s' if len(before) > 1 else ''} {_listed(before)}")
     return " and ".join([*parts, *(["the pre-collapse residual"] if -1 in ids else [])])

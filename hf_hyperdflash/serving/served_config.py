@@ -77,7 +77,7 @@ class ServedConfig(HyperDFlashConfig):
 
 
 def layers_read(config: PreTrainedConfig) -> list[int]:
-    """Return the layers as engines count them: our -1 is the last one, before the norm, our -2, the embeddings, -1."""
+    """Return the layers as engines count them: our -1 is the last one, before the norm, and -1 the embeddings."""
     last = config.target_num_layers - 1
     return [last if i == -1 else max(i, -1) for i in config.target_layer_ids or ()]
 

@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
-EMBEDDINGS = -2  # among layer ids: what enters the first layer
+# Among layer ids: what enters the first layer. A number that nobody means: to many -2 is the layer before the last.
+EMBEDDINGS = -1_000_000
 T = TypeVar("T")
 LayerOutput = torch.Tensor | tuple[torch.Tensor, ...]  # of a decoder layer
 
@@ -107,7 +108,7 @@ class ResidualTap:
         Raises:
             ValueError: If the target has no such layer.
         """
-        if wrong := [i for i in target_layer_ids if not EMBEDDINGS <= i <= self._last]:
+        if wrong := [i for i in target_layer_ids if i != EMBEDDINGS and not -1 <= i <= self._last]:
             raise ValueError(
                 f"`target_layer_ids` has {wrong[0]}, but the target's layers are 0 to {self._last}, or -1 for the "
                 f"last, {EMBEDDINGS} for the embeddings."

@@ -24,7 +24,7 @@ from hf_hyperdflash import HyperDFlashConfig
         ({"target_layer_ids": [2, 1]}, "ascending"),
         ({"target_layer_ids": [-1, 2]}, "ascending"),
         ({"target_layer_ids": [1, 1]}, "each once"),
-        ({"target_layer_ids": [-3, -1]}, "layer numbers from 0"),
+        ({"target_layer_ids": [-2, -1]}, "layer numbers from 0"),
         ({"target_layer_ids": "1"}, "`target_layer_ids` is '1', expected a list"),
         ({"target_layer_ids": [1.0]}, "expected a list of layer numbers"),
         ({"target_layer_ids": [True]}, "expected a list of layer numbers"),

@@ -39,7 +39,7 @@ class SGLangConfig(ServedConfig):
             ("partial_rotary_factor" in (self.rope_parameters or {}), "rope_parameters",
              "heads that are rotated as a whole", f"serve with vLLM, or {TRAIN} no `partial_rotary_factor`"),
             (is_capped, "final_logit_softcapping", "an LM head of the drafter's own without a cap", "serve with vLLM"),
-            (-2 in (self.target_layer_ids or ()), "target_layer_ids", "layers from 0 on",
+            (min(self.target_layer_ids or [0]) < -1, "target_layer_ids", "layers from 0 on",
              f"serve with vLLM, or {TRAIN} others"),
             (self.target_hc_mult > 1, "target_hc_mult", "targets with one residual stream",
              "serve with vLLM, or draft in transformers' `generate`"),

@@ -24,17 +24,33 @@ def test_the_changelog_begins_with_this_version():
     assert first[1] == VERSION and ("dev" in hf_hyperdflash.__version__) == ("unreleased" in first[2])
 
 
-def test_the_workflow_runs_what_ci_is():
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    assert {".ci/run", ".ci/space"} <= set(commands)
-    for script in ("run", "wheel", "lowest", "space"):
+def test_the_workflows_run_what_ci_is():
+    workflows = [
+        yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text()) for name in ("ci.yml", "nightly.yml")
+    ]
+    jobs = [job for workflow in workflows for job in workflow["jobs"].values()]
+    commands = " ".join(step["run"] for job in jobs for step in job["steps"] if "run" in step)
+    parts = workflows[1]["jobs"]["part"]["strategy"]["matrix"]["part"]
+    assert all(script in commands for script in (".ci/run", ".ci/space", ".ci/nightly"))
+    nightly = (ROOT / ".ci" / "nightly").read_text()
+    for part in parts:  # a part of its own, or another script
+        assert f"\n{part}() {{" in nightly or os.access(ROOT / ".ci" / part, os.X_OK), part
+    for script in ("run", "nightly", "wheel", "lowest", "space"):
         assert os.access(ROOT / ".ci" / script, os.X_OK), script
     run = (ROOT / ".ci" / "run").read_text()
-    for step in (".ci/wheel", "mkdocs build", "ruff check", "ruff format --check", "mypy", "pytest"):
+    for step in (
+        ".ci/wheel",
+        "mkdocs build",
+        "ruff check",
+        "ruff format --check",
+        "mypy",
+        "pytest",
+        ".ci/lowest_tests",
+    ):
         assert step in run, step
-    ignored = [line for line in (ROOT / ".ci" / "once").read_text().splitlines() if not line.startswith("#")]
-    assert ".ci/once" in run and ignored and all((ROOT / path).exists() for path in ignored)
+    for listed in ("once", "lowest_tests"):
+        paths = [line for line in (ROOT / ".ci" / listed).read_text().splitlines() if not line.startswith("#")]
+        assert paths and all((ROOT / path).exists() for path in paths), listed
 
 
 def test_the_forms_ask_for_what_tells_most():

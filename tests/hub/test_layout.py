@@ -63,8 +63,7 @@ def rounds(monkeypatch, drafter: HyperDFlashDrafter, target, ids: torch.Tensor, 
     def telling(self, target, context, ids, *rest):
         state = torch.get_rng_state()
         tree = propose(self, target, context, ids, *rest)
-        if len(tree):  # a text that ends without an accepted draft is asked whether its scores are finite, for none
-            seen.append(Round(ids.clone(), state, tree))
+        seen.append(Round(ids.clone(), state, tree))
         return tree
 
     sampling = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)

@@ -246,18 +246,13 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
     Raises:
         ValueError: If they cannot be read, or are too few to hold some out.
     """
-    from datasets import concatenate_datasets
-
     parts = []
     for source in script.dataset or ():
         rows = load_rows(source, streaming=script.streaming)
         if script.rows is not None:
             rows = rows.take(script.rows) if script.streaming else rows.select(range(min(script.rows, len(rows))))
         parts.append(add_file_positions(rows, source))
-    try:
-        train = concatenate_datasets(parts)
-    except ValueError:
-        train = _join_unlike(parts)
+    train = _joined(parts)
     if script.eval_dataset:
         held_out = add_file_positions(load_rows(script.eval_dataset), script.eval_dataset)
     elif len(train) <= script.eval_rows:
@@ -275,15 +270,17 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
     return train, held_out
 
 
-def _join_unlike(parts: list[Any]) -> Any:
-    """Concatenate datasets with columns that have one type here, and another there."""
+def _joined(parts: list[Any]) -> Any:
+    """Return datasets as one, each row with its own columns and types."""
     from datasets import Dataset, IterableDataset, concatenate_datasets
 
-    if not isinstance(parts[0], Dataset):
+    if len(parts) == 1:
+        return parts[0]
+    if not isinstance(parts[0], Dataset):  # whose concatenation gives all rows the columns of the first
         return IterableDataset.from_generator(_rows_of, gen_kwargs={"parts": parts})
     for name in dict.fromkeys(name for part in parts for name in part.column_names):
-        having = [part for part in parts if name in part.column_names]
-        if len({repr(part.features[name]) for part in having}) > 1:
+        types = {repr(part.features[name]) for part in parts if name in part.column_names}
+        if len(types) > 1:
             parts = [json_column(part, name, part[name]) if name in part.column_names else part for part in parts]
     return concatenate_datasets(parts)
 

@@ -142,7 +142,7 @@ def json_column(rows: Dataset, name: str, values: Iterable[Any]) -> Dataset:
             f"`{name}` is of other types in one file than in another: make them alike, or `pip install -U datasets`."
         ) from error
     texts = [None if value is None else json.dumps(value) for value in values]
-    unused = "_json"
+    unused = f"{name} of several types"
     return rows.add_column(unused, texts, feature=Json()).remove_columns(name).rename_column(unused, name)
 
 

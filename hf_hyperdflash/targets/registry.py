@@ -129,7 +129,7 @@ def _why_others(config: PreTrainedConfig, target: Target, count: int) -> str:
         return f"It has {own.num_hidden_layers} layers, not {layers}. "
     given = model.config._name_or_path or model.name_or_path
     for name in (config._name_or_path, getattr(config, "target_name_or_path", "")):
-        are_same = _have_same_ids(name, given)
+        are_same = _have_same_ids(name, count, given, own.vocab_size)
         if are_same is not None:
             return "" if are_same else "Its tokenizer gives other ids. "
     if own.vocab_size > count + count // 2:  # special tokens, and rows that pad to a multiple, are few
@@ -138,18 +138,19 @@ def _why_others(config: PreTrainedConfig, target: Target, count: int) -> str:
 
 
 @functools.cache
-def _have_same_ids(name: str, other: str) -> bool | None:
+def _have_same_ids(name: str, count: int, other: str, other_count: int) -> bool | None:
     """Return whether the tokenizer beside some weights, `other`, has the ids of the one beside `name`, and maybe more;
     `None` if one of them is not on this machine."""
-    ours, theirs = (tokenizer_at(each) for each in (name, other))
+    ours, theirs = tokenizer_at(name, count), tokenizer_at(other, other_count)
     if ours is None or theirs is None:
         return None
     ids, others = ours.get_vocab(), theirs.get_vocab()
     return sum(others.get(token) != id for token, id in ids.items()) <= _RENAMED * len(ids)
 
 
-def tokenizer_at(name: str) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer beside some weights, by their folder, GGUF file or Hub id, if it is on this machine."""
+def tokenizer_at(name: str, vocab_size: int) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer beside weights of so many tokens, by their folder, GGUF file or Hub id, if it is on this
+    machine."""
     from transformers import AutoTokenizer
 
     if not name:
@@ -157,7 +158,8 @@ def tokenizer_at(name: str) -> PreTrainedTokenizerBase | None:
     in_gguf = {"gguf_file": Path(name).name} if Path(name).suffix == ".gguf" else {}
     folder = str(Path(name).parent) if in_gguf else name
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **in_gguf)
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **in_gguf)
+        return found if 2 * len(found) > vocab_size else None  # where there is none, some kinds come with five tokens
     except Exception as error:  # whoever asks does without
         logger.info("No tokenizer was found in %s: %s", Path(name).name, error)
         return None

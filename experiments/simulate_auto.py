@@ -79,7 +79,7 @@ class Everything(FixedPolicy):
 
 def drafted_everywhere(target: Any, drafter: Any, text: torch.Tensor, prompt_length: int) -> Text:
     """Of a text `[1, seq]`, whose first token after the prompt is that of the prompt's forward."""
-    with torch.no_grad(), capture_residual(target, drafter.target_layer_ids) as captured:
+    with torch.no_grad(), capture_residual(target, drafter.layers_read(target_of(target))) as captured:
         target(text)
     residual, positions = captured[0], torch.arange(text.shape[1])[None]
     context, known, drafted = drafter.new_context(), 0, []

@@ -353,7 +353,8 @@ def _describe(method: Method) -> str:
         return "one token per forward"
     drafter, facts = method.drafter, [type(method.drafter).__name__]
     if hasattr(drafter.config, "reducer"):
-        facts.append(f"{drafter.config.reducer} over layers {drafter.config.target_layer_ids}")
+        ids = "1, n / 2 - 1, n - 4" if getattr(drafter.config, "usual_layers", False) else drafter.target_layer_ids
+        facts.append(f"{drafter.config.reducer} over layers {ids}")
     if hasattr(drafter, "num_parameters"):
         facts.append(f"{drafter.num_parameters():,} parameters")  # rivals of unequal size are easily overlooked
     if method.is_adaptive:

@@ -89,7 +89,8 @@ class Binding:
     def __init__(self, target: Target) -> None:
         self.target = self.family = target  # drafters' own code from before 0.3 asks for a family, also of a `Target`
         target.hyperdflash_binding = self
-        self.residual, self.pairs = ResidualTap(target.layers, target.streams), Pairs()
+        self.residual = ResidualTap(target.layers, target.streams)
+        self.pairs = Pairs()
         self._graphs: dict[str, CompiledGraphs] = {}
         self.fusion = Fusion(target.kernels())
         hooks = [*self.residual.handles, *target.register_hooks(), *count_forwards(target.model)]
@@ -353,7 +354,7 @@ class SequenceStarter:
         self.drafter = drafter
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the drafter: transformers compares vocabularies, for example."""
+        """Return an attribute of the drafter, for transformers."""
         return getattr(vars(self)["drafter"], name)
 
 

@@ -107,7 +107,7 @@ def _reducer(config: PreTrainedConfig) -> str:
 
 
 def _layers(config: PreTrainedConfig) -> str:
-    if getattr(config, "usual_layers", False) and not config.target_num_layers:  # of no target yet
+    if getattr(config, "usual_layers", False):
         return "the residual streams after layer 1, one in the middle and the fourth from the end"
     ids = config.target_layer_ids or []
     before = [str(layer) for layer in ids if layer >= 0]

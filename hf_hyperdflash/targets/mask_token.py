@@ -44,7 +44,7 @@ def find_mask_token(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase 
         )
     seen = target_of(target)
     config = seen.config
-    tokenizer = tokenizer or tokenizer_at(seen.model.config._name_or_path)
+    tokenizer = tokenizer or tokenizer_at(seen.model.config._name_or_path, config.vocab_size)
     found = next(_candidates(seen, tokenizer, _ends(seen.model, config, tokenizer)), None)
     if found is None:
         logger.warning(

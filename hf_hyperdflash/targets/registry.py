@@ -130,7 +130,7 @@ def _why_others(config: PreTrainedConfig, target: Target, count: int) -> str:
         return f"It has {own.num_hidden_layers} layers, not {layers}. "
     given = model.config._name_or_path or model.name_or_path
     for name in (config._name_or_path, getattr(config, "target_name_or_path", "")):
-        are_same = _have_same_ids(name, given)
+        are_same = _have_same_ids(name, count, given, own.vocab_size)
         if are_same is not None:
             return "" if are_same else "Its tokenizer gives other ids. "
     if own.vocab_size > count + count // 2:  # special tokens, and rows that pad to a multiple, are few
@@ -139,18 +139,19 @@ def _why_others(config: PreTrainedConfig, target: Target, count: int) -> str:
 
 
 @functools.cache
-def _have_same_ids(name: str, other: str) -> bool | None:
+def _have_same_ids(name: str, count: int, other: str, other_count: int) -> bool | None:
     """Return whether the tokenizer beside some weights, `other`, has the ids of the one beside `name`, and maybe more;
     `None` if one of them is not on this machine."""
-    ours, theirs = (tokenizer_at(each) for each in (name, other))
+    ours, theirs = tokenizer_at(name, count), tokenizer_at(other, other_count)
     if ours is None or theirs is None:
         return None
     ids, others = ours.get_vocab(), theirs.get_vocab()
     return sum(others.get(token) != id for token, id in ids.items()) <= _RENAMED * len(ids)
 
 
-def tokenizer_at(name: str) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer beside some weights, by their folder, GGUF file or Hub id, if it is on this machine."""
+def tokenizer_at(name: str, vocab_size: int) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer beside weights of so many tokens, by their folder, GGUF file or Hub id, if it is on this
+    machine."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not name:
@@ -158,8 +159,12 @@ def tokenizer_at(name: str) -> PreTrainedTokenizerBase | None:
     path = Path(name)
     try:
         if path.suffix == ".gguf":  # `AutoTokenizer` goes through the whole file once more for its type
-            return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+            found: Any = PreTrainedTokenizerFast.from_pretrained(
+                path.parent, gguf_file=path.name, local_files_only=True
+            )
+        else:
+            found = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        return found if 2 * len(found) > vocab_size else None  # where there is none, some kinds come with five tokens
     except Exception as error:  # whoever asks does without
         logger.info("No tokenizer was found in %s: %s", path.name, error)
         return None

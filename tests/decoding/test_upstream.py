@@ -72,6 +72,7 @@ def test_what_bind_overrides_is_called_as_we_expect():
             "inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer",
         ],
         "_prefill": ["input_ids", "generation_config", "model_kwargs"],
+        "_validate_generation_mode": ["generation_mode", "generation_config", "generation_mode_kwargs"],
     }  # fmt: skip
     for method, parameters in expected.items():
         assert names(getattr(GenerationMixin, method))[1 : len(parameters) + 1] == parameters, MOVED + method
@@ -121,6 +122,7 @@ PRIVATE = [
         "_assisted_decoding": "to run our loop",
         "_get_candidate_generator": "to hand our drafts to transformers' loop",
         "_prefill": "to run the prompt",
+        "_validate_generation_mode": "to let drafters of targets with fewer tokens through `generate`'s check",
         "_valid_auto_compile_criteria": "to compile rounds where transformers' own loop would be compiled",
         "_supports_default_dynamic_cache": "to refuse targets that make a cache of their own",
     }),

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from hf_hyperdflash import PromptLookupDrafter, load_drafter
+from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, load_drafter
 from hf_hyperdflash.benchmark.doctor.other_settings import draft_every_round
 from hf_hyperdflash.decoding import proposals
 from hf_hyperdflash.drafters.blocks.modeling_medusa import MedusaConfig, MedusaDrafter
@@ -288,3 +288,18 @@ def test_commands_take_it_and_training_says_what_it_needs(tmp_path):
     exported = load_drafter(tmp_path / "export", target=original, dtype="float32")
     exported.bind(target)
     assert torch.equal(target.generate(prompt(11), **GREEDY, assistant_model=exported), text)
+
+
+def test_a_folder_without_a_tokenizer_tells_nothing(tmp_path):
+    """For which transformers makes one of a few tokens, of some models."""
+    targets = []
+    for rows in (KNOWN, 3 * KNOWN):
+        torch.manual_seed(1)
+        targets.append(families.gemma3().eval())
+        targets[-1].resize_token_embeddings(rows)
+        targets[-1].save_pretrained(tmp_path / str(rows))
+        targets[-1].config._name_or_path = str(tmp_path / str(rows))
+    drafter = HyperDFlashDrafter.from_target(targets[0], target_layer_ids=[0], num_hidden_layers=1)
+    assert drafter.config.mask_token_id == 0  # padding, and not the first that such a tokenizer does not use
+    with pytest.raises(ValueError, match=rf"`vocab_size` {KNOWN}, but this target's is {3 * KNOWN}"):
+        drafter.bind(targets[1])

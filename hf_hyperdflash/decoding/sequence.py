@@ -10,7 +10,6 @@ from typing import Any, cast
 from weakref import WeakSet
 
 import torch
-from torch import nn
 from transformers import (
     EosTokenCriteria,
     LogitsProcessorList,
@@ -39,7 +38,7 @@ from .tokens import TokenBuffer
 
 logger = logging.getLogger(__name__)
 
-_FRUITLESS = 4  # rounds without an accepted draft at a text's end, after which the drafter's scores are looked at
+_FRUITLESS = 4  # rounds at a text's end, at most, without an accepted draft: then the drafter's scores are looked at
 _told: WeakSet[Drafter] = WeakSet()  # drafters whose scores were found not to be finite
 _CATCH_UP = 64  # tokens that a drafter takes in at once, or at least, after it was not asked for drafts for so long
 
@@ -260,24 +259,19 @@ class Sequence:
             self.observer.end(self.stats)
 
     def check_drafts(self) -> None:
-        """Warn once of a drafter whose scores are not finite: none of its drafts is accepted. It is asked where the
-        last drafts were all rejected, and after the text, so that no round waits for the device."""
-        drafter, last = self.drafter, self.stats.accepted[-_FRUITLESS:]
-        if len(last) < _FRUITLESS or any(last) or drafter in _told or not isinstance(drafter, nn.Module):
+        """Warn once of a drafter whose states overflow in float16: none of its drafts is accepted. It is asked for its
+        scores after a text whose last drafts were all rejected, so that no round waits for the device."""
+        drafter, dtypes = cast(Any, self.drafter), (getattr(self.drafter, "dtype", None), self.target.dtype)
+        last = self.stats.accepted[-_FRUITLESS:]
+        if torch.float16 not in dtypes or None in dtypes or not last or any(last) or drafter in _told:
             return
-        if scores_are_finite(drafter, self.target, self.request(1, self.sampler)):
-            return
-        _told.add(drafter)
-        dtypes = cast(Any, drafter).dtype, self.target.dtype
-        if torch.float16 in dtypes:
-            why = "float16 ends at 65504. Load both in bfloat16, or in float32"
-        else:
-            why = "the weights are damaged. Take an earlier checkpoint"
-        logger.warning(
-            "The drafter's scores are not finite (it is in %s, its target in %s), so no draft is accepted: %s.",
-            *dtypes,
-            why,
-        )
+        if not scores_are_finite(drafter, self.target, self.request(1, self.sampler)):
+            _told.add(drafter)
+            logger.warning(
+                "The drafter's scores are not finite, so no draft is accepted: it is in %s and its target in %s, and "
+                "float16 ends at 65504. Load both in bfloat16, or in float32.",
+                *dtypes,
+            )
 
     def release(self) -> None:
         """Give up all but the text, its statistics and what the caller asked to see of it."""

@@ -41,26 +41,18 @@ def untrained(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return said
 
 
-def rows_are_alike(table: torch.Tensor) -> bool:
-    """Return whether all rows of a table `[tokens, width]` are the same, zeros for example."""
-    return bool((_some(table) == table[0]).all()) and bool((table == table[0]).all())
-
-
-def _some(table: torch.Tensor) -> torch.Tensor:
-    return table[:: -(-len(table) // _ROWS)]
-
-
 def _why_untrained(tensor: torch.Tensor) -> str:
     is_read = not tensor.is_meta and tensor.is_floating_point() and tensor.dtype.itemsize > 1
-    if not is_read or hasattr(tensor, "__tensor_flatten__") or len(tensor) < 2:
+    if not is_read or hasattr(tensor, "__tensor_flatten__") or tensor.numel() < 2:
         return ""
-    if not (_some(tensor).any() or tensor.any()):
+    some = tensor[:: -(-len(tensor) // _ROWS)]
+    if not (some.any() or tensor.any()):
         return "is all zeros"
     if tensor.ndim != 2:
         return ""
-    if rows_are_alike(tensor):
+    if (some == tensor[0]).all() and (tensor == tensor[0]).all():
         return "has the same row for every token"
-    return "is noise, as it was made" if min(tensor.shape) >= _FEWEST and _is_noise(_some(tensor).float()) else ""
+    return "is noise, as it was made" if min(tensor.shape) >= _FEWEST and _is_noise(some.float()) else ""
 
 
 def _is_noise(rows: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import threading
 from collections.abc import Iterable
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, Literal, cast
@@ -195,8 +196,8 @@ class GenerateCall:
 
 
 def _shared_by_copies(called: Iterable[object]) -> dict[int, object]:
-    """Return what is not copied of processors and criteria, by its `id`: those of transformers that keep no state, and
-    models, weights and tokenizers, which are large and only read."""
+    """Return what is not copied of processors and criteria, by its `id`: those of transformers that keep no state;
+    models, weights and tokenizers, which are large and only read; and events, by which others stop all texts."""
     shared: dict[int, object] = {}
     seen: set[int] = set()
     found = list(called)
@@ -208,8 +209,8 @@ def _shared_by_copies(called: Iterable[object]) -> dict[int, object]:
         seen.add(id(each))
         is_called = isinstance(each, (LogitsProcessor, StoppingCriteria))
         is_stateless = type(each) in stateless_types() or type(each).__module__ == _STOCK_CRITERIA
-        is_model = isinstance(each, (nn.Module, PreTrainedTokenizerBase)) and not is_called
-        if is_stateless or is_model or (isinstance(each, torch.Tensor) and each.requires_grad):
+        is_outside = isinstance(each, (nn.Module, PreTrainedTokenizerBase, threading.Event)) and not is_called
+        if is_stateless or is_outside or (isinstance(each, torch.Tensor) and each.requires_grad):
             shared[id(each)] = each
         else:
             found += gc.get_referents(each)

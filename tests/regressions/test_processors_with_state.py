@@ -156,6 +156,26 @@ class CannotBeCopied(LogitsProcessor):
         raise AssertionError("no token is written before the refusal")
 
 
+class Cancelled(StoppingCriteria):
+    """Stops all texts when somebody says so; here it does after some calls."""
+
+    def __init__(self):
+        self.event, self.calls = threading.Event(), 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        if self.calls == 6:
+            self.event.set()
+        return torch.full((len(input_ids),), self.event.is_set())
+
+
+def test_an_event_reaches_every_text(target):
+    ids, cancelled = torch.cat([prompt(8, seed=seed) for seed in range(2)]), Cancelled()
+    asked = {**OPTIONS, "eos_token_id": None, "stopping_criteria": StoppingCriteriaList([cancelled])}
+    out = target.generate(ids, assistant_model=PromptLookupDrafter(target), **asked)
+    assert cancelled.event.is_set() and out.shape[1] == 8 + 6
+
+
 class Locked(StoppingCriteria):
     def __init__(self):
         self.lock = threading.Lock()

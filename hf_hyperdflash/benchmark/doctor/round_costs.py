@@ -125,6 +125,9 @@ class _Done(StoppingCriteria):
     def __init__(self, drafter: _Widths) -> None:
         self._drafter = drafter
 
+    def __deepcopy__(self, memo: dict[int, object]) -> _Done:
+        return self  # each text of a batch has a copy of its criteria, and all have one drafter
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
         return torch.full(input_ids.shape[:1], self._drafter.is_done, device=input_ids.device)
 

@@ -315,8 +315,8 @@ def named_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return named
 
 
-# Weights that cannot have been trained: exports of others have left embeddings at their initial noise, for example. With
-# them a good drafter drafts badly in some engines and well in others.
+# Weights that cannot have been trained: exports of others have left embeddings at their initial noise, for example.
+# With them a good drafter drafts badly in some engines and well in others.
 
 
 def warn_of_untrained(tensors: Mapping[str, torch.Tensor], name: str | Path) -> None:

@@ -95,6 +95,7 @@ def test_the_readmes_first_snippet(capsys, monkeypatch):
     assert "The number of marbles is 12 + 24 = 24 marbles." in text and float(tau) > 2  # docs/index.md's
 
 
+@pytest.mark.nightly  # the script of the page in a process
 def test_the_first_text_is_as_the_page_shows_it():
     page = (DOCS / "index.md").read_text()
     (asked,) = re.findall(r'--show "(.*)"', page)
@@ -127,6 +128,7 @@ def texts(source: Path) -> Iterator[str]:
             yield re.sub(r"%[sd]", "…", node.value)
 
 
+@pytest.mark.nightly  # each message comes from the program that says it
 def test_quoted_messages_are_the_programs():
     page = (DOCS / "troubleshooting.md").read_text()
     quoted = [
@@ -163,6 +165,7 @@ def test_docstrings_refer_to_what_there_is():
     assert [reference for reference in references if reference.rpartition(".")[2] not in names] == []
 
 
+@pytest.mark.nightly  # the shipped pair writes texts
 def test_the_drawings_are_what_the_shipped_pair_does():
     script = DOCS / "draw_concepts.py"
     ran = python(script, "--check")
@@ -189,6 +192,7 @@ def test_the_races_record_is_whole():
         assert len(one["seconds"]) == count and one["seconds"] == sorted(one["seconds"])
 
 
+@pytest.mark.nightly  # mkdocs builds it, as `.ci/run` does by itself
 def test_the_site(tmp_path):
     """As `mkdocs build --strict` makes it, with every page of docs/ and what they link to."""
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")

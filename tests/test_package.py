@@ -203,6 +203,7 @@ def test_public_names_exist_and_are_documented():
     assert set(hf_hyperdflash.__all__) <= set(dir(hf_hyperdflash))
 
 
+@pytest.mark.nightly  # a process without the extras measures and diagnoses a pair
 def test_measuring_and_the_doctor_need_no_extra():
     """In a process where nothing of the extras can be imported: what `pip install hf-hyperdflash` alone gives."""
     models = PACKAGE.parent / "examples" / "models"

@@ -59,7 +59,7 @@ def answer(ending_target, tmp_path):
 
     def run(output, *options):
         arguments = ["--target", ending_target, "--data", tmp_path / "data.jsonl", "--output", tmp_path / output]
-        arguments += ["--max-new-tokens", 5, "--batch-size", 2, *options]
+        arguments += ["--max-new-tokens", 5, "--batch-size", 2, "--dtype", "float32", *options]
         app(["answers", *map(str, arguments)], standalone_mode=False)
         return (tmp_path / output).read_text().splitlines()
 

@@ -218,8 +218,10 @@ class _Examination:
         total, differing, texts, timed, counted = SpeculationStats(), 0, [], [], []
         by_kind: dict[str, list[tuple[int, int]]] = {}
         progress = progress_bar(prompts, desc="generating", unit="prompt", leave=False, disable=self.disable_tqdm)
+        began = time.monotonic()
         for number, prompt in enumerate(progress):
-            if number >= least and time.monotonic() > until:
+            now = time.monotonic()
+            if number >= least and now + (now - began) / number > until:  # another would end too late
                 break
             ids, outputs = prompt.to(target.device), {}
             for method in methods[:: 1 if number % 2 else -1]:

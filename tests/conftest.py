@@ -21,7 +21,11 @@ DURATIONS = Path(__file__).parent.parent / "build" / "durations.tsv"  # seconds 
 os.environ["HF_HYPERDFLASH_GGUF_CACHE"] = "0"  # what tests read stays out of the user's cache
 
 # Whole scripts, notebooks and pages, each a process that imports everything or a run of training.
-NIGHTLY = tuple(f"tests/{place}" for place in ("examples/", "experiments/", "test_notebook.py", "test_snippets.py"))
+NIGHTLY = tuple(
+    f"tests/{place}"
+    for place in ("examples/", "experiments/", "tools/", "test_notebook.py", "test_scripts.py", "test_snippets")
+)
+)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -38,6 +42,7 @@ def pytest_collection_finish():
 
 def mostly_nightly(cases, kept=1):
     """Cases for `parametrize`, of which each change runs the first ones."""
+    cases = list(cases)
     values = [case if isinstance(case, tuple) else (case,) for case in cases[kept:]]
     return [*cases[:kept], *(pytest.param(*each, marks=pytest.mark.nightly) for each in values)]
 

@@ -71,6 +71,7 @@ def problem(diagnosis, cause=None) -> str:
     return next(iter(diagnosis.problems.values()))
 
 
+@pytest.mark.nightly  # the shipped pair is diagnosed whole
 def test_a_healthy_pair(target, drafter, tokenizer):
     own, config, said = type(target), copy.deepcopy(drafter.config), []
     found = examine(target, drafter, tokenizer, **ENOUGH, context=128, seconds=60, report=said.append)
@@ -333,6 +334,7 @@ def other_weights():
     return target
 
 
+@pytest.mark.nightly  # a target is tuned, and its drafter trained
 def test_what_training_brings_back_to_a_tuned_target(drafter, tokenizer, caplog, monkeypatch):
     """Trained on half of the texts, measured on the others; the drafter stays as it is, and no copy of it is announced
     once more."""
@@ -360,6 +362,7 @@ def test_what_training_brings_back_to_a_tuned_target(drafter, tokenizer, caplog,
     assert sum("was made for 'org/another-target'" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.nightly  # a pair is diagnosed whole
 @pytest.mark.parametrize(("error", "said"), [("out of memory\nsome trace", "out of memory"), ("", "RuntimeError")])
 def test_training_that_does_not_run_is_a_remark(drafter, tokenizer, monkeypatch, error, said):
     def fail(*_):

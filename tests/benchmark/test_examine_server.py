@@ -21,7 +21,7 @@ from hf_hyperdflash.decoding.bind import unbind
 from hf_hyperdflash.drafters.parts.layers import HyperDFlashRotaryEmbedding
 from hf_hyperdflash.training.data.encoding import encode_prompts
 
-from ..conftest import MODELS
+from ..conftest import MODELS, mostly_nightly
 from ..helpers.tokenizers import characters
 
 COUNT = 8  # drafts a round
@@ -165,12 +165,12 @@ def without_precision(drafter):
 
 @pytest.mark.parametrize(
     ("cause", "told", "drafter"),
-    [
+    mostly_nightly([
         ("layers", "`target_layer_ids` [2, 3, -1] instead of [1, 3, -1]", {"target_layer_ids": [2, 3, -1]}),
         ("anchor", "`sample_from_anchor` True", {"sample_from_anchor": True}),
         ("RoPE", "`rope_theta` 1,000,000 instead of 10,000", {"rope_parameters": FAR}),
         ("positions", "its block 1 position later", later),
-    ],
+    ]),
 )  # fmt: skip
 def test_a_server_that_reads_the_drafter_otherwise(pair, cause, told, drafter):
     changed = with_config(pair[1], **drafter) if isinstance(drafter, dict) else drafter(pair[1])

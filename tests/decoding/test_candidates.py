@@ -11,7 +11,7 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind
 from hf_hyperdflash.decoding.candidates import DraftCandidateGenerator
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 
-from ..conftest import half_right, half_right_about, prompt, tiny_drafter, tiny_target
+from ..conftest import half_right, half_right_about, mostly_nightly, prompt, tiny_drafter, tiny_target
 from ..helpers.families import FAMILIES, qwen3
 from ..helpers.loops import in_transformers_loop, proposed_by
 
@@ -32,7 +32,7 @@ def drafts(monkeypatch):
     return drafted
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+@pytest.mark.parametrize("family", mostly_nightly(FAMILIES, kept=9), ids=lambda family: family.__name__)
 def test_every_family_in_transformers_loop(family, drafts):
     torch.manual_seed(0)
     target = family().eval()

@@ -330,6 +330,7 @@ for mix, kinds in enumerate(MIXES[:3]):
 """
 
 
+@pytest.mark.nightly  # a patched transformers in a process of its own
 @pytest.mark.skipif(transformers.__version__ != "5.24.0", reason="the patch is written against transformers 5.24.0")
 def test_the_patch_makes_binding_unnecessary(tmp_path):
     """Applied to the installed transformers: V4 drafts unbound, by prompt lookup, a second V4 and HyperDFlash."""

@@ -17,7 +17,7 @@ from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 
-from ..conftest import prompt, tiny_target
+from ..conftest import mostly_nightly, prompt, tiny_target
 from ..helpers import families
 from ..helpers import oracle_heads as oracle
 from ..helpers.enumerated_draws import every_outcome
@@ -187,7 +187,7 @@ def test_a_request_that_leaves_no_candidate_still_draws(kind):
                 assert token == int(left.argmax())
 
 
-@pytest.mark.parametrize("candidates", [0, 2])
+@pytest.mark.parametrize("candidates", mostly_nightly([2, 0]))
 @pytest.mark.parametrize("kind", HEADS)
 def test_sampled_text_has_the_targets_distribution(kind, candidates):
     """Pearson's test of a text from end to end, by a target that knows the last token alone: its distribution after

@@ -457,8 +457,8 @@ def test_a_wrong_kind_is_refused_before_a_shard_is_fetched(tmp_path, config):
 def test_bind_checks_the_pair(drafter, target):
     drafter.bind(target)
     drafter.unbind(target)
-    with pytest.raises(ValueError, match=r"64, but this target's is 80.*`DeepseekV4DSparkDrafter\.from_target"):
-        drafter.bind(tiny_target(vocab_size=80))
+    with pytest.raises(ValueError, match=r"64, but this target's is 60.*`DeepseekV4DSparkDrafter\.from_target"):
+        drafter.bind(tiny_target(vocab_size=60))
     with pytest.raises(ValueError, match=r"`hidden_size` 32, but this target's is 64"):
         drafter.check_target(target_of(tiny_target(hidden_size=64)))
     with pytest.raises(ValueError, match=r"`hc_mult` 4, but this target's is 2"):

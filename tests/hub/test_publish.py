@@ -155,6 +155,7 @@ for name, options in (
     assert told["commits"] == hub.commits("org/name")[-1].sha
 
 
+@pytest.mark.nightly  # a process without the package, against a server of the Hub
 def test_without_the_package(hub, folder, tmp_path):
     run(hub, folder, tmp_path, """
 from hf_hyperdflash import HyperDFlashDrafter

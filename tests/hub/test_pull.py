@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ..conftest import mostly_nightly
 from ..helpers.hub_server import HubServer, Repo
 from ..helpers.processes import python
 from .test_loading import KINDS, UNROLLED, written
@@ -74,7 +75,7 @@ told["cache_dir"] = failure(load_target, "org/name", **place | {"cache_dir": "no
     assert "from here (`revision` 'v2', `subfolder` 'inner'): no target" in told["token"]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *UNROLLED])
+@pytest.mark.parametrize("kind", mostly_nightly([*KINDS, *UNROLLED], kept=2))
 def test_of_a_repository_of_drafters_the_one_that_is_asked_for_is_downloaded(hub, tmp_path, kind):
     saved, files = {}, {}
     for folder, one in (("", "z-lab"), ("full/", kind), ("full/old/", kind), ("other/", "speculators")):

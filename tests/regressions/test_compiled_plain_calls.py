@@ -5,12 +5,12 @@ import torch._dynamo
 
 from hf_hyperdflash import PromptLookupDrafter, bind
 
-from ..conftest import prompt
+from ..conftest import mostly_nightly, prompt
 from ..decoding.test_static_caches import compiling
 from ..helpers import families
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", mostly_nightly([True, False]))
 @pytest.mark.parametrize("asked", [{}, dict(max_cache_len=400), dict(prefill_chunk_size=4)])
 def test_a_call_with_a_drafter_leaves_the_target_as_it_found_it(asked, is_compiled):
     torch._dynamo.reset()

@@ -21,7 +21,7 @@ from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.hub.loading import check_made_for
 from hf_hyperdflash.targets.registry import target_of
 
-from ..conftest import CSA, SLIDING, perfect, prompt, tiny_drafter, tiny_target
+from ..conftest import CSA, SLIDING, mostly_nightly, perfect, prompt, tiny_drafter, tiny_target
 from ..helpers import families, oracle_dflash
 from ..helpers.drawn_tokens import assert_drawn_from
 from ..helpers.headed_drafters import headed
@@ -95,7 +95,7 @@ def check_drafts(trees, rows=ALL):
         torch.testing.assert_close(q.sum(), torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS, kept=4))
 def test_the_text_is_the_targets(kind, drafted):
     original = qwen3()
     drafter, target = KINDS[kind](original), fine_tuned(original)

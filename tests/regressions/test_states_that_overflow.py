@@ -16,7 +16,7 @@ from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.trees.growth import DraftStep, drawn
 from hf_hyperdflash.trees.tree import DraftTree
 
-from ..conftest import perfect, prompt, tiny_drafter
+from ..conftest import mostly_nightly, perfect, prompt, tiny_drafter
 from ..helpers import families
 from ..helpers.draft_trees import SAMPLING_RULES, steps_by
 from ..helpers.enumerated_draws import every_outcome
@@ -83,7 +83,7 @@ def test_scores_that_are_not_finite_are_told_of_once(kind, way, caplog):
     assert len(of_dtypes(caplog)) == 1
 
 
-@pytest.mark.parametrize("kind", ["block", "eagle3"])  # 5 s each: rounds are compiled
+@pytest.mark.parametrize("kind", mostly_nightly(["block", "eagle3"]))  # 5 s each: rounds are compiled
 def test_a_compiled_drafter_is_looked_at_eagerly(kind, caplog):
     target = qwen3()
     drafter = overflowing(KINDS[kind](target))

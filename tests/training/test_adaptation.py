@@ -19,7 +19,7 @@ from hf_hyperdflash.training.adaptation.learner import Learner
 from hf_hyperdflash.training.adaptation.samples import ReplayBuffer, Sample
 from hf_hyperdflash.training.losses.objective import collate
 
-from ..conftest import prompt, tiny_drafter, tiny_target
+from ..conftest import mostly_nightly, prompt, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
 from ..helpers.headed_drafters import headed
 from ..helpers.unrolled import unrolled
@@ -52,7 +52,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS))
 def test_a_drafter_learns_what_it_serves_and_the_text_stays_the_targets(target, kind):
     drafter = KINDS[kind](target)
     drafter.bind(target)
@@ -321,6 +321,7 @@ def test_text_drawn_at_random_takes_no_random_numbers_for_learning(target, draft
     assert any(decision.arm for decision in learning.log)
 
 
+@pytest.mark.nightly  # hundreds of texts are drawn
 def test_drawn_text_keeps_its_distribution_while_the_drafter_learns():
     """Pairs of tokens after one prompt against the target's own law; chi-square, wrong once in 10,000 runs."""
     target = tiny_target(vocab_size=6, initializer_range=1.5)  # drafts are so often wrong that a wrong rule shows

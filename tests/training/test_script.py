@@ -31,7 +31,7 @@ from hf_hyperdflash.training.runs.checkpoints import newest_complete
 from hf_hyperdflash.training.runs.progress import format_entry
 from hf_hyperdflash.training.script import _quiet_output, main, make_parser
 
-from ..conftest import MODELS
+from ..conftest import MODELS, mostly_nightly
 from ..helpers.deepseek_checkpoints import dspark_fields
 from ..helpers.gguf_files import chatting_llama
 from ..helpers.headed_drafters import headless
@@ -146,7 +146,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", mostly_nightly([False, True]))
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_that_cannot_be_used_stops_no_run_and_is_named_by_file_and_line(tmp_path, name, streaming, caplog):
     """Neither among the rows to train on nor among those to generate from."""
@@ -313,6 +313,7 @@ LOGGED = [
 ]
 
 
+@pytest.mark.nightly  # a command in a process of its own
 def test_the_command_shows_how_far_it_is_and_no_warning_of_pinned_memory(tmp_path):
     """In a process of its own: the command sets how much transformers says when that is first imported."""
     command = ["-c", "from hf_hyperdflash.cli.app import run; run()", "train"]
@@ -454,7 +455,7 @@ def test_a_head_is_trained_onto_an_earlier_drafter(tmp_path):
         main(flags(tmp_path, "nowhere.jsonl", drafter=tmp_path / "out", output_dir=tmp_path / "twice", **heads))
 
 
-@pytest.mark.parametrize("kind", ["hyperdflash", "eagle3"])
+@pytest.mark.parametrize("kind", mostly_nightly(["hyperdflash", "eagle3"]))
 def test_a_vocabulary_of_the_drafters_own_is_chosen_trained_and_trained_on(tmp_path, kind):
     data = write(tmp_path / "rows.jsonl", chats(6))
     main(flags(tmp_path, data, drafter_type=kind, draft_vocab_size=50, save_dtype="float32"))
@@ -596,6 +597,7 @@ def test_somebody_elses_drafter_is_trained_on(tmp_path, dense_pair):
     assert trained.config.target_name_or_path == dense_pair[0].name and trained.config.target_model_type == "qwen3"
 
 
+@pytest.mark.nightly  # a target of 49,152 tokens is trained for
 def test_a_large_vocabulary_of_a_narrow_target_is_cut_to_what_answers_have(tmp_path, capsys):
     target, tokenizer = chatting_llama(hidden_size=16, intermediate_size=16)
     for part in (target, tokenizer):

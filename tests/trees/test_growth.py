@@ -29,6 +29,7 @@ from hf_hyperdflash.trees.growth import (
     most_probable,
 )
 
+from ..conftest import mostly_nightly
 from ..helpers.draft_trees import SAMPLING_RULES, steps_by
 from ..helpers.enumerated_draws import every_outcome
 
@@ -209,7 +210,7 @@ def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, depth, budget, s
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "depth", "budget", "least"), [(3, 2, 6, 0.04), (3, 2, 6, 0.08), (2, 3, 7, 0.48)]
+    ("vocabulary", "depth", "budget", "least"), mostly_nightly([(2, 3, 7, 0.48), (3, 2, 6, 0.08), (3, 2, 6, 0.04)])
 )
 @pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_text_with_trees_of_what_is_worth_it_is_the_targets(rule, vocabulary, depth, budget, least):

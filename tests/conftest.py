@@ -25,7 +25,6 @@ NIGHTLY = tuple(
     f"tests/{place}"
     for place in ("examples/", "experiments/", "tools/", "test_notebook.py", "test_scripts.py", "test_snippets")
 )
-)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -845,7 +845,7 @@ def test_rows_are_not_longer_than_the_target_has_positions(tmp_path, target, cap
 
 def test_data_without_assistant_text_is_refused(tmp_path, target):
     silent = Dataset.from_list([{"input_ids": [3, 4, 5], "loss_mask": [0, 0, 0]}] * 3)
-    with pytest.raises(ValueError, match="3 of 3 rows .*`loss_mask`"):
+    with pytest.raises(ValueError, match=r"3 of 3 rows .*`loss_mask`"):
         trainer_for(tmp_path, target, tiny_drafter(target), silent)
 
 

@@ -217,6 +217,9 @@ def settle_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, options: Opt
         state = json.loads(backend.backend_tokenizer.to_str())
         state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < len(fields[_TOKENS])]
         backend._tokenizer = Tokenizer.from_str(json.dumps(state))
+        for own, text in tokenizer.special_tokens_map.items():
+            if isinstance(text, str) and text not in tokenizer.get_vocab():  # Gemma's class names a <mask>, for one
+                setattr(tokenizer, own, None)
     for own, (token, *_) in _special_tokens(fields).items():
         text, read = fields[_TOKENS][token], getattr(tokenizer, f"{own}_token")
         if read != text:

@@ -44,11 +44,11 @@ def check_layer_ids(ids: list[int] | None) -> None:
         )
 
 
-def rope_of_text(rope: Any) -> Any:
+def rope_of_text(rope: Mapping[str, object] | None) -> dict[str, object] | None:
     """Return RoPE parameters for text, a dictionary of their own. M-RoPE is plain RoPE there: a text's position is the
     same on all three axes."""
-    if not isinstance(rope, dict):
-        return rope
+    if rope is None:
+        return None
     plain = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
     if plain.get("partial_rotary_factor") in (None, 1):
         plain.pop("partial_rotary_factor", None)

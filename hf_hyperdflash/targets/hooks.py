@@ -138,7 +138,11 @@ def _on_output(
 
 
 def _on_input(
-    captures: PerThread[ResidualCapture], streams: int, module: nn.Module, args: tuple[Any, ...], *kwargs: Any
+    captures: PerThread[ResidualCapture],
+    streams: int,
+    module: nn.Module,
+    args: tuple[torch.Tensor, ...],
+    *kwargs: dict[str, torch.Tensor],
 ) -> None:
     entering = args[0] if args else kwargs[0]["hidden_states"]
     _on_output(captures, EMBEDDINGS, streams, module, args, *kwargs, entering)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -132,7 +131,9 @@ class HyperDFlashRotaryEmbedding(Qwen3RotaryEmbedding):
     """
 
     @staticmethod
-    def compute_default_rope_parameters(config: PreTrainedConfig, *_: Any, **__: Any) -> tuple[torch.Tensor, float]:
+    def compute_default_rope_parameters(
+        config: PreTrainedConfig, *_: object, **__: object
+    ) -> tuple[torch.Tensor, float]:
         # Qwen3's rotates all of a head, whatever the factor.
         rope = config.rope_parameters
         width = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))

@@ -111,7 +111,7 @@ def drafter_config(
         raise ValueError(f"config.json of {name}: {error}") from error
 
 
-def from_outputs(ids: list[Any], name: str) -> list[Any]:
+def from_outputs(ids: list[int], name: str) -> list[int]:
     """Return our ids of layers from those that count outputs, in which -1 is the embeddings'.
 
     Raises:
@@ -122,7 +122,7 @@ def from_outputs(ids: list[Any], name: str) -> list[Any]:
     return [EMBEDDINGS if i == -1 else i for i in ids]
 
 
-def eagle_config_ids(eagle: Mapping[str, Any], name: str) -> list[Any]:
+def eagle_config_ids(eagle: Mapping[str, Any], name: str) -> list[int]:
     """Return the layers that an `eagle_config` names, counted from 0.
 
     Raises:

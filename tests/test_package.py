@@ -146,6 +146,7 @@ def test_importing_loads_nothing_heavy():
     assert loaded == "[]"
 
 
+@pytest.mark.nightly  # a process that imports everything
 def test_using_everything_changes_no_registry():
     code = """
 import transformers.models.deepseek_v4.modeling_deepseek_v4 as v4
@@ -163,6 +164,7 @@ print(registries() == before)
     assert run(code) == "True"
 
 
+@pytest.mark.nightly  # imports in processes of their own
 def test_importing_is_as_fast_as_what_it_needs():
     # Not a time but its cause: nothing beyond torch, transformers' own needs and our modules is loaded. Only what
     # trains and measures needs more: transformers' Trainer, and `evaluate` for its two modules.

@@ -13,7 +13,7 @@ from transformers.dynamic_module_utils import check_imports
 from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter
 from hf_hyperdflash.training.features.fingerprint import short_fingerprint, target_fingerprint
 
-from .conftest import MODELS
+from .conftest import MODELS, mostly_nightly
 from .helpers.processes import python
 
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
@@ -33,7 +33,7 @@ def shipped():
     return AutoTokenizer.from_pretrained(TARGET), target, drafter
 
 
-@pytest.mark.parametrize("text", PROMPTS)
+@pytest.mark.parametrize("text", mostly_nightly(PROMPTS))
 def test_same_text_in_fewer_rounds(shipped, text):
     tokenizer, target, drafter = shipped
     inputs = tokenizer.apply_chat_template(
@@ -135,6 +135,7 @@ def test_size():
     assert sum(path.stat().st_size for path in MODELS.rglob("*") if path.is_file()) < 45_000_000
 
 
+@pytest.mark.nightly  # a script in a process of its own
 def test_quickstart(tmp_path):
     script = Path(__file__).parent.parent / "examples" / "quickstart.py"
     picture = tmp_path / "acceptance.png"

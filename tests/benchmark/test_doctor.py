@@ -93,6 +93,7 @@ def test_a_healthy_pair(target, drafter, tokenizer):
     assert [line for line in said if "thinking on" in line or "timing rounds of up to 64 tokens" in line]
 
 
+@pytest.mark.nightly  # three pairs are diagnosed whole
 @pytest.mark.parametrize("kind", ["specblock", "eagle3", "mtp"])
 def test_drafters_of_other_kinds(target, tokenizer, kind):
     if kind == "mtp":
@@ -171,6 +172,7 @@ def settings_of(diagnosis) -> list[str]:
     ]
 
 
+@pytest.mark.nightly  # a pair is diagnosed whole
 def test_layers_counted_one_too_high_cost_little_and_are_found(trained):
     target, drafter, tokenizer = trained
     right = examine(target, drafter, tokenizer, **SOME)
@@ -228,6 +230,7 @@ def test_what_is_clearly_better_is_a_problem(compared):
     assert "Correct it in `config.json`" in problem(compared((0.2, 0.1, 0.5), 2.2))
 
 
+@pytest.mark.nightly  # a pair is diagnosed whole
 def test_a_layer_that_adds_nothing_is_not_spoken_of(trained):
     """Which of the two is read cannot matter then."""
     target, drafter, tokenizer = trained
@@ -302,6 +305,7 @@ def test_names_are_no_models(target, drafter, tokenizer, none):
         examine(target, drafter, none)
 
 
+@pytest.mark.nightly  # a pair is diagnosed whole
 def test_another_anchor_convention(target, drafter, tokenizer):
     drafter.config.sample_from_anchor, drafter.config.confidence_temperatures = True, None  # of eight positions
     assert "`sample_from_anchor` False" in problem(examine(target, drafter, tokenizer, **ENOUGH))

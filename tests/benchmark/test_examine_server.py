@@ -180,6 +180,7 @@ def test_a_server_that_reads_the_drafter_otherwise(pair, cause, told, drafter):
     assert f"FIRST DIFFERENCE ({cause}): The server accepts as if" in str(found)
 
 
+@pytest.mark.nightly  # a server's drafts are compared whole
 def test_a_server_whose_precision_does_not_hold_the_drafter(pair):
     target, drafter, tokenizer = pair
     drafter = without_precision(copy.deepcopy(drafter))
@@ -187,6 +188,7 @@ def test_a_server_whose_precision_does_not_hold_the_drafter(pair):
     assert found.cause == "dtype" and "weights in float16" in found.meaning, str(found)
 
 
+@pytest.mark.nightly  # a server's drafts are compared whole
 def test_a_server_whose_drafter_has_other_weights(pair):
     """No reading of the right weights explains what another drafter accepts."""
     drafter = copy.deepcopy(pair[1])

@@ -180,6 +180,7 @@ def test_the_first_difference_of_a_text_that_ends_early_is_its_end(pair, data, t
     assert (mine["identical"], mine["first_difference"], mine["new_tokens"]) == (False, 5, 5)
 
 
+@pytest.mark.nightly  # a process that is killed, twice
 def test_a_killed_run_goes_on_where_it_stopped(pair, data, tmp_path, capsys):
     target, tokenizer, drafter = pair
     chosen = methods(target, drafter)[:1]

@@ -21,7 +21,7 @@ from hf_hyperdflash.hub.kinds import KINDS
 from hf_hyperdflash.training.features.fingerprint import changed_parts
 from hf_hyperdflash.training.script import main as train_main
 
-from ..conftest import MODELS, tiny_drafter, tiny_target
+from ..conftest import MODELS, mostly_nightly, tiny_drafter, tiny_target
 from ..helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, random_tensors
 from ..helpers.families import deepseek_v4_remote_code, glm5_next, qwen3
 from ..helpers.headed_drafters import headless
@@ -496,6 +496,7 @@ def test_the_system_is_quoted_without_its_numbers(monkeypatch, capsys, tmp_path)
     assert code == 1 and lines == [f"Error: {tmp_path / 'drafter' / 'README.md'}: Is a directory."]
 
 
+@pytest.mark.nightly  # a process that imports everything
 def test_a_missing_library_is_told_with_its_extra(tmp_path):
     """In a process that cannot import `datasets`."""
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
@@ -520,6 +521,7 @@ run()
     assert 'pip install "hf-hyperdflash[train]".' in result.stderr.splitlines()[-1], result.stderr
 
 
+@pytest.mark.nightly  # a process that imports everything
 def test_what_is_loaded_is_said_before_anything_heavy_is_imported():
     code = """
 import sys
@@ -651,6 +653,7 @@ def test_other_families_are_loaded_by_name(tmp_path, family, flags):
         assert refused.exit_code != 0 and "trust_remote_code" in str(refused.exception)
 
 
+@pytest.mark.nightly  # every command runs whole
 def test_prompt_lookup_is_a_drafter_of_every_command(data, tmp_path):
     printed = run("generate", "--target", TARGET, "--drafter", "prompt-lookup", "--num-draft-tokens", 3,
                   "--max-new-tokens", 8, "What is 3 plus 4?")  # fmt: skip
@@ -674,15 +677,20 @@ UNREACHABLE = "http://127.0.0.1:9"  # a port where nobody listens
 
 @pytest.mark.parametrize(
     ("command", "missing"),
-    [
-        (
-            ["generate", "--target", "org/name", "--drafter", "prompt-lookup", "hi"],
-            "The folder org/name does not exist",
-        ),
-        (["doctor", "--target", TARGET, "--drafter", "org/name"], "The folder org/name does not exist"),
-        (["benchmark", "--target", TARGET, "--drafter", DRAFTER, "--suite", "gsm8k", "--output", "out"], "'gsm8k'"),
-        (["train", "--target", TARGET, "--output_dir", "out", "--layers", "1"], "zhaode/EagleChat"),
-    ],
+    mostly_nightly(
+        [
+            (
+                ["generate", "--target", "org/name", "--drafter", "prompt-lookup", "hi"],
+                "The folder org/name does not exist",
+            ),
+            (["doctor", "--target", TARGET, "--drafter", "org/name"], "The folder org/name does not exist"),
+            (
+                ["benchmark", "--target", TARGET, "--drafter", DRAFTER, "--suite", "gsm8k", "--output", "out"],
+                "'gsm8k'",
+            ),
+            (["train", "--target", TARGET, "--output_dir", "out", "--layers", "1"], "zhaode/EagleChat"),
+        ]
+    ),
 )
 def test_without_a_network_the_hub_is_asked_once(tmp_path, command, missing):
     environment = {**os.environ, "HF_ENDPOINT": UNREACHABLE, "HF_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()}

@@ -258,6 +258,7 @@ def test_the_line_goes_where_a_text_is_stopped():
     assert [row for row in terminal.rows() if row] == ["A"]
 
 
+@pytest.mark.nightly  # a command in a terminal of its own
 def test_in_a_terminal(tmp_path):
     """The command itself, in one of 40 columns and 8 rows: the text scrolls, and speed and tau stand beneath it."""
     terminal, said = Terminal(40, 8), []

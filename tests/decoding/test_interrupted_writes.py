@@ -11,7 +11,7 @@ from hf_hyperdflash.drafters.without_weights.prompt_lookup import PromptLookupDr
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.registry import target_of
 
-from ..conftest import prompt
+from ..conftest import mostly_nightly, prompt
 from ..helpers import families
 from ..helpers.cache_writes import CacheWrites
 from ..helpers.tree_drafters import RandomChains, RandomTrees
@@ -76,7 +76,7 @@ class Turn:
 WATCHED = [family for family in families.FAMILIES if family is not families.deepseek_v4_remote_code]
 
 
-@pytest.mark.parametrize("kind", [RandomTrees, RandomChains])
+@pytest.mark.parametrize("kind", mostly_nightly([RandomTrees, RandomChains]))
 @pytest.mark.parametrize("family", WATCHED)
 def test_a_round_that_is_interrupted_between_two_writes_is_taken_back(family, kind):
     turn = Turn(family, kind)
@@ -95,7 +95,7 @@ def test_a_round_that_is_interrupted_inside_a_write_is_refused(family):
         turn.assert_refuses(turn.interrupted(ROUND, after, inside=True), is_drafted=after % 2 == 0)
 
 
-@pytest.mark.parametrize("kind", [RandomChains, None])
+@pytest.mark.parametrize("kind", mostly_nightly([RandomChains, None]))
 @pytest.mark.parametrize("family", WATCHED)
 def test_a_forward_that_nothing_takes_back_is_refused(family, kind):
     """A prompt's, and all of plain decoding: also where no count of tokens tells."""

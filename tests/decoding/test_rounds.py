@@ -25,7 +25,7 @@ from hf_hyperdflash.targets.target import Target
 from hf_hyperdflash.trees.layout import TreeLayout
 from hf_hyperdflash.trees.tree import DraftTree
 
-from ..conftest import CSA, HCA, SLIDING, prompt, tiny_target
+from ..conftest import CSA, HCA, SLIDING, mostly_nightly, prompt, tiny_target
 from ..helpers.draft_trees import parents_and_tokens
 from ..helpers.families import ALSO_MASKED, FAMILIES, LATER, MASKED, gpt_oss, mistral, qwen3
 
@@ -91,7 +91,7 @@ def trees_of(draw_from: random.Random, count: int, most: int = 14, vocabulary: i
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *ALSO_MASKED], ids=lambda family: family.__name__)
-@pytest.mark.parametrize("length", [2, 21])
+@pytest.mark.parametrize("length", mostly_nightly([21, 2]))
 @torch.no_grad()
 def test_every_node_is_judged_on_its_own_path(family, length):
     torch.manual_seed(0)

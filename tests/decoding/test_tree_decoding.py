@@ -71,7 +71,7 @@ def test_a_family_that_no_test_covers_drafts_chains():
     assert target_of(target).tree_verification == "fork"
 
 
-@pytest.mark.parametrize("length", [1, 8, 31, 130])
+@pytest.mark.parametrize("length", mostly_nightly([31, 130, 8, 1], kept=2))
 @pytest.mark.parametrize("mix", range(len(MIXES)))
 def test_v4_of_any_mix_writes_its_own_text_with_trees(mix, length):
     window, rates = [4, 8, 16, 7, 5][mix], [{CSA: 4, HCA: 8}, {CSA: 2, HCA: 4}, {CSA: 3, HCA: 6}][mix % 3]

@@ -14,7 +14,7 @@ from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.hub.kinds import KINDS
 from hf_hyperdflash.trees.tree import DraftTree
 
-from ..conftest import half_right, perfect, prompt, tiny_drafter, tiny_target
+from ..conftest import half_right, mostly_nightly, perfect, prompt, tiny_drafter, tiny_target
 from ..helpers import families
 from ..helpers.families import qwen3
 from ..helpers.processes import python
@@ -212,12 +212,14 @@ assert torch.equal(texts, plain.expand(2, -1))
 
 @pytest.mark.parametrize(
     ("family", "left_out", "caches"),
-    [
-        (families.qwen3, {"deepseek_v4", "hyper_connections"}, {"ragged", "slot_forward", "static"}),
-        (families.granite_hybrid, {"deepseek_v4", "hyper_connections"}, {"linear"}),
-        (families.hunyuan_v4, {"deepseek_v4"}, {"linear"}),
-        (tiny_target, set(), {"deepseek_v4", "tree_state"}),
-    ],
+    mostly_nightly(
+        [
+            (families.qwen3, {"deepseek_v4", "hyper_connections"}, {"ragged", "slot_forward", "static"}),
+            (families.granite_hybrid, {"deepseek_v4", "hyper_connections"}, {"linear"}),
+            (families.hunyuan_v4, {"deepseek_v4"}, {"linear"}),
+            (tiny_target, set(), {"deepseek_v4", "tree_state"}),
+        ]
+    ),
 )
 def test_saved_code_knows_the_targets_kin_and_runs_without_the_package(tmp_path, family, left_out, caches):
     target = family().eval()

@@ -15,7 +15,7 @@ from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.loading import check_drafter, check_made_for
 from hf_hyperdflash.trees.growth import SHARPENED
 
-from ..conftest import prompt
+from ..conftest import mostly_nightly, prompt
 from ..helpers import families
 from ..helpers.loops import in_transformers_loop, proposed_by
 from ..helpers.processes import python
@@ -88,7 +88,7 @@ def best_nodes(logits, budget):
     return set(sorted(values, key=values.__getitem__, reverse=True)[:budget])
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("blocks", mostly_nightly([2, 1]))
 @pytest.mark.parametrize(
     "family", [families.qwen3, families.gemma3, families.deepseek_v4, families.qwen3_next], ids=lambda f: f.__name__
 )

@@ -42,7 +42,7 @@ KINDS = {"specblock": {"block_size": 3, "max_blocks": 2}, "eagle3": {"max_blocks
 FAMILIES = [families.deepseek_v4, families.qwen3, families.gemma3, families.qwen3_next, families.granite_hybrid]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+@pytest.mark.parametrize("family", mostly_nightly(FAMILIES, kept=2), ids=lambda family: family.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_is_the_targets(family, kind):
     torch.manual_seed(0)
@@ -280,6 +280,7 @@ def test_two_threads_draft_with_one():
     assert all(torch.equal(found[i], expected[i]) for i in range(2))
 
 
+@pytest.mark.nightly  # thousands of texts are drawn
 @pytest.mark.parametrize(("kind", "budget"), mostly_nightly([("eagle3", 9), ("specblock", 9)]))
 def test_sampled_text_has_the_targets_distribution(kind, budget):
     """Pairs of sampled tokens against the target's own joint law; the bound is [`assert_drawn_from`]'s."""
@@ -314,7 +315,7 @@ def test_sampled_text_has_the_targets_distribution(kind, budget):
     assert_drawn_from(joint.flatten(), observed)
 
 
-@pytest.mark.parametrize("options", [{"tree_budget": 8}, {"do_sample": True}], ids=str)
+@pytest.mark.parametrize("options", mostly_nightly([{"tree_budget": 8}, {"do_sample": True}]), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_other_devices(kind, options):
     target = small_qwen3()

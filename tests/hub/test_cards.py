@@ -252,6 +252,7 @@ def test_a_shipped_targets_card_is_what_the_script_writes(tmp_path):
     assert (tmp_path / "card.md").read_text() == (ROOT / "model_cards" / f"{name}.md").read_text()
 
 
+@pytest.mark.nightly  # a wheel is built, as `.ci/wheel` does
 def test_the_wheel_has_the_template(saved, tmp_path):
     source, wheels, unpacked = tmp_path / "source", tmp_path / "wheels", tmp_path / "unpacked"
     source.mkdir()

@@ -194,6 +194,7 @@ drafter.push_to_hub("org/again")
     assert again["model.safetensors"] == first["model.safetensors"] and set(again) == set(first)
 
 
+@pytest.mark.nightly  # several pushes to a server of the Hub
 def test_what_goes_wrong_is_said_and_leaves_nothing(hub, folder, tmp_path):
     code = """
 from transformers import BertConfig

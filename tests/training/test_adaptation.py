@@ -350,6 +350,7 @@ def test_drawn_text_keeps_its_distribution_while_the_drafter_learns():
     assert chi < bound, (float(chi), bound)
 
 
+@pytest.mark.nightly  # two threads write and learn
 def test_two_threads_serve_while_one_of_them_learns(target, drafter):
     drafter.bind(target)
     plain = {seed: target.generate(prompt(9, seed), do_sample=False, max_new_tokens=30) for seed in range(4)}

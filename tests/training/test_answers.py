@@ -13,7 +13,7 @@ from hf_hyperdflash.training.data import answers
 from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.training.data.messages import read_tools
 
-from ..conftest import MODELS
+from ..conftest import MODELS, mostly_nightly
 from ..helpers.served_drafters import qwen3
 
 TARGET = MODELS / "tiny-deepseek-v4"
@@ -86,7 +86,9 @@ def test_answers_are_the_targets(answer, ending_target, tokenizer):
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--temperature", 1.0, "--top-p", 0.9], ["--thinking", "--chat-template", TARGET / "chat_template.jinja"]],
+    mostly_nightly(
+        [["--temperature", 1.0, "--top-p", 0.9], [], ["--thinking", "--chat-template", TARGET / "chat_template.jinja"]]
+    ),
 )
 def test_a_killed_run_ends_in_the_same_answers(answer, tmp_path, options):
     whole = answer("whole.jsonl", *options)

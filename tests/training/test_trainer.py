@@ -36,7 +36,7 @@ from hf_hyperdflash.training.features.store import FeatureCache
 from hf_hyperdflash.training.losses.objective import BlockObjective, collate, training_layer_ids
 from hf_hyperdflash.training.runs.checkpoints import newest_complete
 
-from ..conftest import MODELS, prompt, tiny_target
+from ..conftest import MODELS, mostly_nightly, prompt, tiny_target
 from ..helpers import families
 from ..helpers.headed_drafters import headless
 from ..helpers.processes import python
@@ -345,7 +345,7 @@ def test_every_head_learns_with_every_part_of_it(tmp_path, target, kind):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", ["markov", "state"])
+@pytest.mark.parametrize("kind", mostly_nightly(["markov", "state"]))
 def test_a_recipe_s_terms_are_logged_where_they_are_in_use(tmp_path, target, recipe, kind):
     for confidence_head in (False, True):
         fields = dict(sequential_head=kind, head_rank=4, head_candidates=9 if kind == "state" else 0)

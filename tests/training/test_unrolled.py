@@ -17,7 +17,7 @@ from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.losses.loss import IGNORE_INDEX, rank_loss
 from hf_hyperdflash.training.losses.objective import collate, training_layer_ids
 
-from ..conftest import CSA, SLIDING, prompt, tiny_target
+from ..conftest import CSA, SLIDING, mostly_nightly, prompt, tiny_target
 from ..helpers import oracle_eagle3, oracle_specblock
 from ..helpers.families import qwen3
 from ..helpers.processes import python
@@ -59,7 +59,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", FIELDS, ids=str)
+@pytest.mark.parametrize("fields", mostly_nightly(FIELDS, kept=3), ids=str)
 @torch.no_grad()
 def test_specblock_is_trained_as_the_loops_say(tmp_path, target, fields):
     """Logits and rank logits of every anchor, block and slot, in rows of several documents."""
@@ -236,7 +236,9 @@ def learned_texts(target, count=5):
     return target.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=0), 11
 
 
-@pytest.mark.parametrize(("kind", "own"), [("specblock", {}), ("eagle3", {}), ("eagle3", OWN)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "own"), mostly_nightly([("specblock", {}), ("eagle3", OWN), ("eagle3", {})]), ids=str
+)
 def test_the_estimate_walks_generations_own_rounds(tmp_path, target, kind, own):
     """A drafter that has learned some texts by heart drafts in generation what it drafted in training."""
     texts, start = learned_texts(target)

@@ -96,7 +96,7 @@ class Binding:
 
     def compiled(self, options: dict[str, object]) -> CompiledForwards:
         """Return the target's compiled forwards for a request with these options of `torch.compile`."""
-        # Rows that are added to the embedding are new weights, for which new graphs need no guards again.
+        # Added rows are new weights. Graphs that were compiled anew beside old ones would be called with guards.
         key = repr((self.target.config.vocab_size, sorted(options.items(), key=str)))
         return CompiledForwards(options, self._graphs.setdefault(key, CompiledGraphs()))
 
@@ -449,11 +449,12 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
 
 def bind_with(target: PreTrainedModel, drafter: Drafter, as_default: bool) -> None:
     """Do what [`~drafters.base.Drafter.bind`] promises."""
-    checked_pair(target_of(target), drafter)
-    bind(target)
+    pair = checked_pair(target_of(target), drafter)
+    binding = cast(BoundTarget, bind(target)).hyperdflash_binding
+    getattr(binding, "pairs", {})[drafter] = pair  # of a drafter's own, older code a binding keeps none
     _binders.setdefault(target, WeakSet()).add(drafter)
     if as_default:
-        cast(BoundTarget, target).hyperdflash_binding.default = drafter
+        binding.default = drafter
 
 
 def unbind_from(target: PreTrainedModel, drafter: Drafter) -> None:

@@ -462,7 +462,7 @@ def bind_with(target: PreTrainedModel, drafter: Drafter, as_default: bool) -> No
     """Do what [`~drafters.base.Drafter.bind`] promises."""
     pair = checked_pair(target_of(target), drafter)  # before anything is changed
     binding = cast(BoundTarget, bind(target)).hyperdflash_binding
-    binding.pairs[drafter] = pair
+    getattr(binding, "pairs", {})[drafter] = pair  # of a drafter's own, older code a binding keeps none
     _binders.setdefault(target, WeakSet()).add(drafter)
     if as_default:
         binding.default = drafter

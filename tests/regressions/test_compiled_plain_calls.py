@@ -2,6 +2,7 @@
 
 import pytest
 import torch._dynamo
+from packaging.version import Version
 
 from hf_hyperdflash import PromptLookupDrafter, bind
 
@@ -10,6 +11,9 @@ from ..decoding.test_static_caches import compiling
 from ..helpers import families
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.9"), reason="torch 2.8 makes no whole graph of a bound target's own calls"
+)
 @pytest.mark.parametrize("is_compiled", mostly_nightly([True, False]))
 @pytest.mark.parametrize("asked", [{}, dict(max_cache_len=400), dict(prefill_chunk_size=4)])
 def test_a_call_with_a_drafter_leaves_the_target_as_it_found_it(asked, is_compiled):

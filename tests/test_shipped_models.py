@@ -33,6 +33,7 @@ def shipped():
     return AutoTokenizer.from_pretrained(TARGET), target, drafter
 
 
+# Takes seconds: the shipped pair writes whole answers, plainly and assisted.
 @pytest.mark.parametrize("text", mostly_nightly(PROMPTS))
 def test_same_text_in_fewer_rounds(shipped, text):
     tokenizer, target, drafter = shipped

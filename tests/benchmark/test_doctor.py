@@ -435,6 +435,7 @@ def test_an_ordinary_mask_token(target, drafter, tokenizer):
     assert any("ordinary token" in text for text in examine(target, drafter, tokenizer, **FEW).remarks)
 
 
+# Takes seconds: a pair is diagnosed whole.
 def test_an_untrained_drafter(target, tokenizer):
     fresh = HyperDFlashDrafter.from_target(target, mask_token_id=3, num_hidden_layers=1).eval()
     found = examine(target, fresh, tokenizer, **ENOUGH)

@@ -83,6 +83,7 @@ def test_an_adaptive_method_learns_from_its_own_texts(pair, data, tmp_path):
     assert own.observer is None and drafter.observer is None
 
 
+# Takes seconds: every method of a benchmark writes texts.
 def test_every_method_runs_every_turn_and_writes_the_targets_text(pair, data, tmp_path):
     target, tokenizer, drafter = pair
     path = run_benchmark(target, tokenizer, methods(target, drafter), settings(data), tmp_path / "out" / "r.jsonl")

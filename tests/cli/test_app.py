@@ -675,6 +675,7 @@ def test_prompt_lookup_is_a_drafter_of_every_command(data, tmp_path):
 UNREACHABLE = "http://127.0.0.1:9"  # a port where nobody listens
 
 
+# Takes seconds: a command in a process of its own.
 @pytest.mark.parametrize(
     ("command", "missing"),
     mostly_nightly(

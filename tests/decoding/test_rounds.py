@@ -193,6 +193,7 @@ V4S = [v4(number) for number in range(len(TARGETS))]
 KEPT_STATES = ("buffer_kv", "buffer_gate", "compressed_kv", "overlap_kv", "overlap_gate")
 
 
+# Takes seconds: each of 40 examples is many rounds of a DeepSeek-V4.
 @settings(deadline=None, max_examples=40)
 @given(
     st.sampled_from(range(len(V4S))),

@@ -521,6 +521,7 @@ def test_what_has_no_place_in_a_graph_is_drafted_eagerly(kind, counted):
     assert counted["unique_graphs"] == 1 and pair.done > 60
 
 
+# Takes seconds: every graph that a chat needs is traced.
 @pytest.mark.parametrize(
     ("family", "kind"),
     mostly_nightly(
@@ -607,6 +608,7 @@ def test_a_round_of_what_pays_waits_twice(kind, counted, waits, monkeypatch):
     assert {None, 8} <= {*asked}
 
 
+# Takes seconds: a drafter's passes and the target's are traced.
 @pytest.mark.parametrize("kind", mostly_nightly(["medusa", "", *UNROLLED]))
 def test_a_greedy_round_is_two_graphs_and_one_wait(kind, counted, waits, monkeypatch):
     """The drafter's passes and the target's; between them what prepares their arguments, a few small operations."""
@@ -737,6 +739,7 @@ def test_a_compiled_batch_keeps_its_shape(counted):
     assert counted["unique_graphs"] <= 2  # the forward, and what moves an accepted path
 
 
+# Takes seconds: the passes of a batch are traced.
 @pytest.mark.parametrize(
     ("family", "kind", "do_sample", "budget"),
     mostly_nightly([

@@ -505,6 +505,7 @@ def test_two_threads_grow_trees_on_one_target(target):
 SAMPLED = mostly_nightly([("full", "markov", 7), (CSA, "state", 9)])
 
 
+# Takes seconds: thousands of texts are drawn.
 @pytest.mark.parametrize(("layer", "kind", "budget"), SAMPLED)
 def test_sampled_text_with_trees_has_the_targets_distribution(layer, kind, budget):
     """End to end: pairs of sampled tokens against the target's own joint law, processors included."""

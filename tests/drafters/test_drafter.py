@@ -210,6 +210,7 @@ assert torch.equal(texts, plain.expand(2, -1))
 """
 
 
+# Takes seconds: a process without the package runs the saved code.
 @pytest.mark.parametrize(
     ("family", "left_out", "caches"),
     mostly_nightly(

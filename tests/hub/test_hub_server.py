@@ -261,6 +261,7 @@ def test_ranges_and_headers(hub, tmp_path):
         urllib.request.urlopen(urllib.request.Request(url, headers={"Range": "bytes=100000-"}))
 
 
+# Takes seconds: a process imports transformers.
 def test_transformers_in_a_subprocess(hub, tmp_path):
     code = """
 from transformers import AutoConfig, BertConfig

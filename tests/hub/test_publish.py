@@ -109,6 +109,7 @@ def without_package(home: Path) -> str:
     return str(bare)
 
 
+# Takes seconds: processes push to a server of the Hub and pull from it.
 def test_push_and_pull(hub, folder, tmp_path):
     pushed = """
 from hf_hyperdflash import HyperDFlashDrafter

@@ -88,6 +88,7 @@ def test_a_target_without_any_gets_what_remains(tmp_path):
     assert "--drafter prompt-lookup" in printed and "hf-hyperdflash train --target org/unheard-of" in printed
 
 
+# Takes seconds: a command in a process of its own.
 def test_the_hub_is_asked_for_more(hub, tmp_path):
     """By the tags of its targets, and by the names of those who publish drafters."""
     for layout in FORMATS[:2]:

@@ -133,6 +133,7 @@ def test_notes_of_a_card_are_utf8_with_or_without_its_mark(tmp_path, monkeypatch
         assert status == 1 and str(notes) in said and "UTF-8" in said
 
 
+# Takes seconds: commands in processes with another encoding.
 def test_a_machine_without_utf8_writes_and_reads_it(tmp_path):
     """A process: the encoding of a machine's files is settled when Python starts, which takes more than 5 s."""
     (tmp_path / "notes.md").write_text("Trained in Köln.", encoding="utf-8")

@@ -34,6 +34,7 @@ def compiled():
     return bind(copy.deepcopy(stock), fuse=True), stock
 
 
+# Takes seconds: inductor compiles the hyper-connections for all tests of this file.
 def test_logits_move_little_and_come_back(compiled):
     target, stock = compiled
     ids = prompt(40)

@@ -207,6 +207,7 @@ def drafters_for(target, ids):
     return kinds
 
 
+# Takes seconds: eight threads share two cores.
 @pytest.mark.parametrize("family", mostly_nightly([deepseek_v4, qwen3_next]), ids=lambda family: family.__name__)
 def test_many_threads_on_one_target(family):
     """Short texts, so that threads begin and end all the time while others run the same modules."""

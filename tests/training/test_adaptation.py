@@ -52,6 +52,7 @@ KINDS = {
 }
 
 
+# Takes seconds: a drafter learns from some dozens of texts.
 @pytest.mark.parametrize("kind", mostly_nightly(KINDS))
 def test_a_drafter_learns_what_it_serves_and_the_text_stays_the_targets(target, kind):
     drafter = KINDS[kind](target)

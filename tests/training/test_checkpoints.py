@@ -183,6 +183,7 @@ print("killed", killed)
 """
 
 
+# Takes seconds: a process is killed again and again.
 def test_a_run_killed_while_it_saves_ends_in_the_same_weights(tmp_path):
     """A real process and SIGKILL, at random moments of its saves: how many depends on how busy the machine is."""
     script = tmp_path / "run.py"

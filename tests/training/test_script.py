@@ -455,6 +455,7 @@ def test_a_head_is_trained_onto_an_earlier_drafter(tmp_path):
         main(flags(tmp_path, "nowhere.jsonl", drafter=tmp_path / "out", output_dir=tmp_path / "twice", **heads))
 
 
+# Takes seconds: two runs of training.
 @pytest.mark.parametrize("kind", mostly_nightly(["hyperdflash", "eagle3"]))
 def test_a_vocabulary_of_the_drafters_own_is_chosen_trained_and_trained_on(tmp_path, kind):
     data = write(tmp_path / "rows.jsonl", chats(6))

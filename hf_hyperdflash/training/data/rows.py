@@ -51,7 +51,7 @@ _SKIPPED = {
     "unanswered": "rows that have no assistant text, the first of them {first}.",
     "empty": "rows whose answer is empty, the first of them {first}.",
     "untrainable": "rows that have nothing left to train on, the first of them {first}.",
-    "unmarked": "rows whose `loss_mask` marks no token, the first of them {first}.",
+    "unmarked": "rows whose `loss_mask` marks no assistant text, the first of them {first}.",
     "short": (
         "sequences: too short for a block, which needs two neighbouring tokens of an answer, the first of them "
         "{first}."

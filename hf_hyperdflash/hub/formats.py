@@ -23,7 +23,6 @@ from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ..drafters.configuration import DrafterConfig
 from ..drafters.saved import SavedDrafter
-from ..drafters.untrained import warn_of_untrained
 from ..drafters.weights import (
     HubOptions,
     check_draft_ids,
@@ -33,6 +32,7 @@ from ..drafters.weights import (
     named_dtype,
     resolve_subfolder,
     warn_of_float16,
+    warn_of_untrained,
     weight_files,
 )
 from ..targets.registry import target_of

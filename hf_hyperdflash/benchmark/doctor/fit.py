@@ -13,7 +13,7 @@ from transformers.utils import CONFIG_NAME
 
 from ...drafters.base import Drafter
 from ...drafters.saved import SavedDrafter
-from ...drafters.untrained import untrained
+from ...drafters.weights import untrained
 from ...hub.cards import TRAINING_RECORD
 from ...hub.kinds import describe
 from ...targets.caches.name import CACHE, cache_of

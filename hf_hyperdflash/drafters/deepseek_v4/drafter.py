@@ -12,8 +12,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4PreTr
 
 from ...targets.registry import target_of
 from ..saved import SavedDrafter
-from ..untrained import warn_of_untrained
-from ..weights import HubOptions, check_finite, check_source, named_dtype, resolve_subfolder
+from ..weights import HubOptions, check_finite, check_source, named_dtype, resolve_subfolder, warn_of_untrained
 from .checkpoint import MTPCheckpoint
 
 if TYPE_CHECKING:

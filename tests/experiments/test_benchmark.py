@@ -81,3 +81,10 @@ def test_profile_of_a_round_counts_kernels_and_waits():
     rows = rows_of(shown)
     assert all(row[0] == "the target's" and float(row[2]) > 100 for row in rows.values()), shown
     assert rows["ours"][3] == "1.0" and "rounds.py" in shown.split("Where ours waits")[1].split("Where")[0]
+
+
+def test_rounds_at_temperature_one_are_compared_with_those_at_zero():
+    sizes = "--layers 5 --hidden-size 32 --vocab-size 64 --max-new-tokens 12 --block-size 4 --turns 2"
+    rows = rows_of(run("experiments/benchmark", "temperature", *sizes.split()))
+    assert rows["T = 0"][2] == "1.00 (1.00 to 1.00)" and {"T = 1, top_k=0"} < rows.keys()
+    assert all(float(row[0]) >= 1 and float(row[1]) > 0 for row in rows.values())

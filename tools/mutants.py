@@ -143,7 +143,7 @@ def run_tests(tests: list[str], which: str, seconds: float, folder: str) -> str:
     """Run tests until the first fails.
 
     Returns:
-        The test that failed, "hangs", "out of time", or "" if all passed.
+        The test that failed; "a test hangs"; "" if all passed; "not judged: " and why if they did not run.
     """
     listed = Path(folder, "build-tests.txt")
     listed.write_text("\n".join(tests))
@@ -156,22 +156,25 @@ def run_tests(tests: list[str], which: str, seconds: float, folder: str) -> str:
     try:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return "out of time"
+        return "not judged: out of time"
     if done.returncode in (0, 5):  # 5: none of these tests is in this set
         return ""
     failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0] if failed else "hangs"
+    if failed and done.returncode == 1:
+        return failed[0]
+    is_hanging = "Timeout (" in done.stderr  # as faulthandler says
+    return "a test hangs" if is_hanging else f"not judged: pytest ended with status {done.returncode}"
 
 
 def judge(mutant: Mutant, folder: str) -> dict[str, Any]:
     """Which set of tests finds a mutant, and with which test."""
     tests, began = tests_of(mutant), time.monotonic()
-    found = {"tests": len(tests), "set": "", "by": "", "survived": "no test runs this line" if not tests else ""}
+    found = {"tests": len(tests), "set": "", "by": "", "survived": "" if tests else "survived: no test runs this line"}
     Path(folder, mutant.path).write_text(broken(mutant))
     try:
         for which in SETS if tests else ():
             by = run_tests(tests, which, SECONDS - (time.monotonic() - began), folder)
-            if by == "out of time":
+            if by.startswith("not judged"):
                 found["survived"] = by
                 break
             if by:
@@ -218,17 +221,20 @@ def rows() -> list[dict[str, Any]]:
 def said(row: dict[str, Any]) -> str:
     """A mutant and what became of it, in a line."""
     mutant = Mutant(*row["mutant"])
-    result = f"found by the {row['set']} set: {row['by']}" if row["set"] else f"survived {row['survived']}".strip()
+    result = f"found by the {row['set']} set: {row['by']}" if row["set"] else (row["survived"] or "survived")
     now, then = (" ".join(text.split())[:60] for text in (mutant.now, mutant.then))
     return f"{mutant.path}:{mutant.place[0]} `{now}` -> `{then}`: {result} ({row['tests']} tests, {row['seconds']} s)"
 
 
 def table() -> None:
     """Print what was found by room, then each mutant that the short set does not find."""
-    counts = Counter((Path(row["mutant"][0]).parts[1], row["set"] or "survived") for row in rows())
-    print("| room | mutants | short set | night alone | survived |\n|---|---:|---:|---:|---:|")
+    counts = Counter(
+        (Path(row["mutant"][0]).parts[1], row["set"] or (row["survived"] or "survived").partition(":")[0])
+        for row in rows()
+    )
+    print("| room | mutants | short set | night alone | survived | not judged |\n|---|---:|---:|---:|---:|---:|")
     for room in sorted({room for room, _ in counts}):
-        of_room = [counts[room, which] for which in (*SETS, "survived")]
+        of_room = [counts[room, which] for which in (*SETS, "survived", "not judged")]
         print(f"| {room} | {sum(of_room)} | " + " | ".join(map(str, of_room)) + " |")
     print(*(f"- {said(row)}" for row in rows() if row["set"] != "short"), sep="\n")
 

@@ -9,7 +9,7 @@ from ..conftest import tiny_drafter
 from ..helpers.families import qwen3
 from ..helpers.tokenizers import characters
 
-SECONDS, OF_A_TOKEN, SHARE = 60.0, 0.15, 0.4
+SECONDS, OF_A_TOKEN, SHARE = 60.0, 0.15, 0.5
 
 
 def test_generating_ends_within_its_share(monkeypatch):
@@ -30,5 +30,5 @@ def test_generating_ends_within_its_share(monkeypatch):
     monkeypatch.setattr(doctor, "generate_once", generate_once)
     monkeypatch.setattr(doctor, "measure_round_costs", measure_round_costs)
     found = doctor.examine(target, drafter, characters(), prompts=doctor.PROMPTS[:4], seconds=SECONDS)
-    assert SHARE * SECONDS / 2 < ended[0] <= SHARE * SECONDS
+    assert SHARE * SECONDS / 2 < ended[0] <= SHARE * SECONDS + 1e-6
     assert found.tau >= 1 and not found.differing

@@ -204,7 +204,7 @@ class _Examination:
         """
         found, target = self.found, self.target
         methods = [Method("alone"), Method("drafted", self.drafter)]
-        least, share = (LEAST_PROMPTS, 0.17) if len(prompts) >= LEAST_PROMPTS else (2, 0.4)
+        least, share = (LEAST_PROMPTS, 0.17) if len(prompts) >= LEAST_PROMPTS else (2, 0.5)
         until = time.monotonic() + share * self._left()
         self.say(f"generating from up to {len(prompts)} prompts with and without the drafter ...")
         first = prompts[0].to(target.device)

@@ -8,7 +8,7 @@ Asked are the last `--limit` of them. Two metrics: exact match of the number in 
 hardly ever gets right, and chrF of the whole answer against the worked one, which moves when any answer changes.
 
 lm-eval's `hf` model takes a target that is loaded, and calls its `generate`; a drafter that is bound as the target's
-default drafts there. Nothing of lm-eval is changed but how it says where an answer ends (`DraftedLM`).
+default drafts there. Nothing of lm-eval is changed: `DraftedLM` measures.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ METRICS = {"exact_match": "exact match of the boxed number", "chrf": "chrF of th
 
 
 class DraftedLM(HFLM):
-    """lm-eval's `hf` model, with stop strings as transformers takes them: lm-eval's own criterion asks about every row
-    of a batch at once, and with a drafter each row ends by itself.
+    """lm-eval's `hf` model, measured.
 
     Attributes:
         stats: Of every `generate` with the drafter.
@@ -57,11 +56,9 @@ class DraftedLM(HFLM):
         self.drafter, self.stats, self.seconds = drafter, SpeculationStats(), 0.0
         self.now = time.process_time if target.device.type == "cpu" else time.perf_counter
 
-    def _model_generate(self, context: Any, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
+    def _model_generate(self, *arguments: Any, **options: Any) -> torch.Tensor:
         began = self.now()
-        written = super()._model_generate(
-            context, max_length, stop=[], stop_strings=stop, tokenizer=self.tokenizer, **options
-        )
+        written = super()._model_generate(*arguments, **options)
         self.seconds += self.now() - began
         if self.drafter is not None:
             self.stats += self.drafter.last_stats

@@ -188,7 +188,7 @@ def judge(mutant: Mutant, folder: str) -> dict[str, Any]:
 def record() -> None:
     """Run the suite under coverage, with each line's tests."""
     WORK.mkdir(parents=True, exist_ok=True)
-    settings = WORK / "coverage.ini"
+    settings = WORK / "settings.ini"  # `coverage.*` are data, and erased
     settings.write_text(f"[run]\nsource_pkgs = hf_hyperdflash\nparallel = true\ndata_file = {COVERAGE}\n")
     options = ["--cov=hf_hyperdflash", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
     command = [sys.executable, "-m", "pytest", "--hypothesis-profile=ci", "-m", "not compat", *options]

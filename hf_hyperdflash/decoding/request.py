@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dis
 import gc
 import math
 import threading
 from collections.abc import Iterable
-from types import FrameType, FunctionType, ModuleType
+from contextlib import suppress
+from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any, Literal, cast
 
 import torch
@@ -134,9 +136,9 @@ class GenerateCall:
         if self.setting("token_healing"):  # all at once: one text alone would lose its padding
             name = "input_ids" if self.arguments.get("inputs") is None else "inputs"
             self.arguments[name] = cast(Any, self.target).heal_tokens(ids, self.arguments.get("tokenizer"))
-        called = [each for name in _CALLED for each in self.arguments.get(name) or ()]
-        shared = _shared_by_copies(called) if called else {}
-        return [self._arguments_of(size, index, dict(shared)) for index in range(size) for _ in range(count)]
+        copies = _Copies([each for name in _CALLED for each in self.arguments.get(name) or ()])
+        rows = size * count
+        return [self._arguments_of(size, row // count, row, rows, copies.memo()) for row in range(rows)]
 
     def _check_several(self, size: int, count: int) -> None:
         texts = f"{size * count} texts"
@@ -166,19 +168,21 @@ class GenerateCall:
                 "`tokenizer.padding_side` to 'left'."
             )
 
-    def _arguments_of(self, size: int, index: int, copied: dict[int, object]) -> dict[str, Any]:
-        """Return what of the arguments belongs to one of the prompts; settings stay as they are.
+    def _arguments_of(self, size: int, index: int, row: int, rows: int, copied: dict[int, object]) -> dict[str, Any]:
+        """Return what of the arguments belongs to one text; settings stay as they are.
 
         Args:
             size: The number of prompts.
-            index: Of this one.
+            index: Of this text's.
+            row: Of the text, if every prompt had a row for each of its texts.
+            rows: So many.
             copied: The `memo` of `copy.deepcopy` for the processors and criteria of this text.
         """
         own = dict(self.arguments)
         for name, value in own.items():
             if isinstance(value, torch.Tensor) and value.ndim and not _is_setting(name):
-                rows = int(name == "position_ids" and value.ndim == 3)  # behind the axes
-                own[name] = value.narrow(rows, index, 1) if value.shape[rows] == size else value
+                axis = int(name == "position_ids" and value.ndim == 3)  # behind those of the positions
+                own[name] = value.narrow(axis, index, 1) if value.shape[axis] == size else value
         done = {"num_return_sequences": 1, "token_healing": False}  # by the batch's call
         if self.arguments.get("generation_config") is None:
             own |= done
@@ -191,47 +195,120 @@ class GenerateCall:
             own["prefix_allowed_tokens_fn"] = lambda _, ids: allowed(index, ids)
         for name in _CALLED:
             if given := self.arguments.get(name):
-                own[name] = type(given)(_copy(each, name, copied) for each in given)
+                own[name] = type(given)(
+                    each if _keeps_no_state(each) else _InItsRow(_copy(each, f"`{name}`", copied), row, rows) for each in given
+                )
         return own
 
 
-def _shared_by_copies(called: Iterable[object]) -> dict[int, object]:
-    """Return what is not copied of processors and criteria, by its `id`: those of transformers that keep no state;
-    models, weights and tokenizers, which are large and only read; and events, by which others stop all texts."""
-    shared: dict[int, object] = {}
-    seen: set[int] = set()
-    found = list(called)
-    while found:
-        each = found.pop()
-        # What `copy.deepcopy` never enters would lead to everything that is loaded.
-        if id(each) in seen or isinstance(each, (type, ModuleType, FunctionType, FrameType)):
-            continue
-        seen.add(id(each))
-        is_called = isinstance(each, (LogitsProcessor, StoppingCriteria))
-        is_stateless = type(each) in stateless_types() or type(each).__module__ == _STOCK_CRITERIA
-        is_outside = isinstance(each, (nn.Module, PreTrainedTokenizerBase, threading.Event)) and not is_called
-        if is_stateless or is_outside or (isinstance(each, torch.Tensor) and each.requires_grad):
-            shared[id(each)] = each
-        else:
-            found += gc.get_referents(each)
-    return shared
+def _keeps_no_state(called: object) -> bool:
+    """Return whether a processor or criterion is transformers' own, and known to keep no state."""
+    return type(called) in stateless_types() or type(called).__module__ == _STOCK_CRITERIA
 
 
-def _copy(called: Any, name: str, copied: dict[int, object]) -> Any:
+class _InItsRow:
+    """A processor or criterion of a batch, asked about one text. In plain decoding it would see a row for each text,
+    and it may look up what it has for a row by the row's number: so the text stands in its own row, and in all others.
+
+    Args:
+        called: The text's copy.
+        row: Of the text.
+        rows: Of all texts.
+    """
+
+    def __init__(self, called: Any, row: int, rows: int) -> None:
+        self.called, self.row, self.rows = called, row, rows
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any) -> Any:
+        if isinstance(scores, torch.Tensor):  # a processor may write into them
+            scores = scores.repeat(self.rows, 1)
+        elif scores is not None:  # a criterion's, of each step
+            scores = tuple(step.expand(self.rows, -1) for step in scores)
+        said = self.called(input_ids.expand(self.rows, -1), scores)
+        is_of_rows = isinstance(said, torch.Tensor) and said.ndim and len(said) == self.rows
+        return said[self.row : self.row + 1] if is_of_rows else said
+
+
+class _Copies:
+    """Copies of processors and criteria, for each text its own: some remember what they were called with.
+
+    Shared are those of transformers that keep no state; models, weights and tokenizers, which are large and only read;
+    and events, by which others stop all texts. A function is copied with its closure.
+
+    Args:
+        called: The request's.
+    """
+
+    def __init__(self, called: Iterable[object]) -> None:
+        self._shared: dict[int, object] = {}
+        self._functions: list[FunctionType] = []
+        seen: set[int] = set()
+        found = list(called)
+        while found:
+            each = found.pop()
+            # What `copy.deepcopy` never enters would lead to everything that is loaded.
+            if id(each) in seen or isinstance(each, (type, FrameType)):
+                continue
+            seen.add(id(each))
+            is_called = isinstance(each, (LogitsProcessor, StoppingCriteria))
+            is_outside = isinstance(each, (nn.Module, PreTrainedTokenizerBase, threading.Event)) and not is_called
+            is_weight = isinstance(each, torch.Tensor) and each.requires_grad
+            if _keeps_no_state(each) or is_outside or is_weight or isinstance(each, ModuleType):
+                self._shared[id(each)] = each
+            elif isinstance(each, FunctionType):
+                self._functions.append(each)
+                found += [each.__closure__, each.__defaults__, each.__kwdefaults__, vars(each)]
+            else:
+                found += gc.get_referents(each)
+
+    def memo(self) -> dict[int, object]:
+        """Return the `memo` of `copy.deepcopy` for one text.
+
+        Raises:
+            ValueError: If what a function remembers cannot be copied.
+        """
+        memo = dict(self._shared)
+        for function in self._functions:
+            _copy(function, "A processor or a criterion", memo)
+        return memo
+
+
+def _copy(called: Any, where: str, copied: dict[int, object]) -> Any:
     """Return a text's own copy of a processor or criterion of the request.
 
     Raises:
         ValueError: If it cannot be copied: each text would move the state of all others on.
     """
     try:
-        return copy.deepcopy(called, copied)
+        return _with_own_closure(called, copied) if isinstance(called, FunctionType) else copy.deepcopy(called, copied)
     except Exception as error:
         why = " ".join(str(error).split())
+        name = getattr(called, "__name__", type(called).__name__)
         raise ValueError(
-            f"`{name}` has a {type(called).__name__}, which cannot be copied ({type(error).__name__}: {why}), and "
-            "with a drafter each text of a batch needs one of its own: pass one prompt, or give the class a "
-            "`__deepcopy__`."
+            f"{where} has a {name}, which cannot be copied ({type(error).__name__}: {why}), and with a drafter each "
+            "text of a batch needs one of its own: pass one prompt, or make it a class with a `__deepcopy__`."
         ) from error
+
+
+def _with_own_closure(function: FunctionType, copied: dict[int, object]) -> object:
+    """Copy a function and what it remembers, which `copy.deepcopy` does not."""
+    if id(function) in copied:
+        return copied[id(function)]
+    instructions = dis.get_instructions(function)
+    if written := next((each.argval for each in instructions if each.opname == "STORE_GLOBAL"), None):
+        raise TypeError(f"it writes `{written}`, a variable of its module")
+    cells = function.__closure__ or ()
+    own_cells = [cast(CellType, copied.setdefault(id(cell), CellType())) for cell in cells]
+    own = FunctionType(function.__code__, function.__globals__, function.__name__, None, tuple(own_cells))
+    copied[id(function)] = own  # before its closure, in which it may stand itself
+    own.__defaults__, own.__kwdefaults__ = copy.deepcopy((function.__defaults__, function.__kwdefaults__), copied)
+    vars(own).update(copy.deepcopy(vars(function), copied))
+    for cell, own_cell in zip(cells, own_cells):
+        with suppress(ValueError):  # a variable without a value
+            value = cell.cell_contents
+            is_function = isinstance(value, FunctionType)
+            own_cell.cell_contents = _with_own_closure(value, copied) if is_function else copy.deepcopy(value, copied)
+    return own
 
 
 def _is_setting(name: str) -> bool:

@@ -83,7 +83,7 @@ class Sequence:
     ) -> None:
         self.target, self.drafter, self.pair, self.num_drafts = target, drafter, pair, num_drafts
         self.config, self.streamer, self.drafting_stats = generation_config, streamer, drafting_stats
-        self.processor, self.stopping = logits_processor, Stopping(stopping_criteria, is_one_of_several)
+        self.processor, self.stopping = logits_processor, Stopping(stopping_criteria)
         self.sampler = DraftSampler(logits_processor, bool(generation_config.do_sample))
         self.tree_budget = tree_budget_asked(generation_config)
         self.observer = drafter.observed(target.model, self.sampler.do_sample)
@@ -285,11 +285,9 @@ class Stopping:
 
     Args:
         criteria: The request's.
-        is_one_of_several: Whether the text is one of a batch.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, is_one_of_several: bool = False) -> None:
-        self._is_one_of_several = is_one_of_several
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
         self._ends: set[int] = set()
         self._most = float("inf")
         self._others = StoppingCriteriaList()
@@ -309,19 +307,6 @@ class Stopping:
         return False
 
     def __call__(self, token: int, text: TokenBuffer, scores: Many[torch.Tensor]) -> bool:
-        """Return whether a text, which ends in `token`, is finished.
-
-        Raises:
-            ValueError: If a criterion looks for other rows of a batch.
-        """
-        try:
-            is_over = bool(self._others(text.ids, tuple(scores) or None).all()) if self._others else False
-        except IndexError as error:
-            if not self._is_one_of_several:
-                raise
-            given = ", ".join(sorted({type(criterion).__name__ for criterion in self._others}))
-            raise ValueError(
-                f"A stopping criterion ({given}) looks at texts that are not there: with a drafter each text is asked "
-                f"about alone, `[1, {text.length}]`. Pass one prompt, or `stop_strings` with `tokenizer`."
-            ) from error
+        """Return whether a text, which ends in `token`, is finished."""
+        is_over = bool(self._others(text.ids, tuple(scores) or None).all()) if self._others else False
         return is_over or token in self._ends or text.length >= self._most

@@ -296,17 +296,30 @@ def test_processors_and_criteria_see_one_row_at_a_time(qwen3):
     assert sorted(seen) == alone_seen
 
 
-def test_a_criterion_made_for_the_batch_is_told_apart(qwen3):
-    """As lm-eval's is, which asks of every row at once."""
+def test_a_criterion_that_looks_up_rows_by_number_ends_each_text_by_itself(qwen3):
+    """As lm-eval's does, which keeps for each row whether it has ended, and stops when all have."""
 
     class AllRows(StoppingCriteria):
+        def __init__(self):
+            self.ended = [False] * len(LENGTHS)
+
         def __call__(self, input_ids, scores, **kwargs):
-            return all(int(input_ids[row, -1]) == 5 for row in reversed(range(len(LENGTHS))))
+            for row in reversed(range(len(LENGTHS))):
+                self.ended[row] = self.ended[row] or int(input_ids[row, -1]) < 24
+            return all(self.ended)
 
     ids, mask, _ = padded()
-    options = dict(attention_mask=mask, max_new_tokens=4, stopping_criteria=StoppingCriteriaList([AllRows()]))
-    with pytest.raises(ValueError, match=r"\(AllRows\) looks at texts that are not there.*`stop_strings`"):
-        qwen3.generate(ids, assistant_model=RandomChains(qwen3, []), **options)
+    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+    expected = qwen3.generate(ids, **options, stopping_criteria=StoppingCriteriaList([AllRows()]))
+    out = qwen3.generate(
+        ids, assistant_model=RandomChains(qwen3, list(expected)), **options,
+        stopping_criteria=StoppingCriteriaList([AllRows()]),
+    )  # fmt: skip
+    ends = []
+    for row, plain in zip(out[:, ids.shape[1] :].tolist(), expected[:, ids.shape[1] :].tolist()):
+        ends.append(next((n for n, token in enumerate(plain, 1) if token < 24), len(plain)))
+        assert row[: ends[-1]] == plain[: ends[-1]] and not any(row[ends[-1] :])
+    assert len(set(ends)) > 1 and max(ends) < 12
 
 
 def test_allowed_tokens_know_which_prompt_they_are_for(qwen3):
@@ -317,6 +330,24 @@ def test_allowed_tokens_know_which_prompt_they_are_for(qwen3):
         prefix_allowed_tokens_fn=lambda row, text: [[20, 21], [30, 31]][row],
     )  # fmt: skip
     assert set(out[0, 8:].tolist()) <= {20, 21} and set(out[1, 8:].tolist()) <= {30, 31}
+
+
+def test_several_texts_of_a_prompt_have_a_row_each(qwen3):
+    """As in plain decoding, where processors see them all, and `prefix_allowed_tokens_fn` has a number for a prompt."""
+
+    class ByNumber(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            for row, tokens in enumerate([(20, 30), (21, 31), (22, 32), (23, 33)]):
+                scores[row] = scores[row].where(torch.isin(torch.arange(64), torch.tensor(tokens)), -torch.inf)
+            return scores
+
+    options = dict(do_sample=True, num_return_sequences=2, max_new_tokens=3, pad_token_id=0)
+    for drafter in (None, PromptLookupDrafter(qwen3)):
+        out = qwen3.generate(
+            prompt(8).repeat(2, 1), assistant_model=drafter, **options, logits_processor=[ByNumber()],
+            prefix_allowed_tokens_fn=lambda number, text: [range(20, 30), range(30, 40)][number],
+        )  # fmt: skip
+        assert out[:, 8:].tolist() == [[20] * 3, [21] * 3, [32] * 3, [33] * 3]
 
 
 def of_eight_tokens(family):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 
 import pytest
@@ -148,6 +150,106 @@ def test_models_and_their_weights_are_shared_by_the_copies(target):
     assert all(model is judge.models["judge"][0] and weight is judge.weight for _, model, weight in used)
 
 
+class ByNumber(LogitsProcessor):
+    """One grammar a row: row 0 writes even tokens, row 1 odd ones. It looks a grammar up by its row's number."""
+
+    def __call__(self, input_ids, scores):
+        for row, parity in enumerate([0, 1, 0, 1]):
+            scores[row, 1 - parity :: 2] = -torch.inf
+        return scores
+
+
+class Longest(StoppingCriteria):
+    """Each row its own length, `[rows]`."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= 8 + torch.tensor([3, 9, 5, 12])
+
+
+@pytest.mark.parametrize("kind", [RandomChains, RandomTrees])
+def test_each_row_is_asked_about_in_its_place(target, kind):
+    ids = torch.cat([prompt(8, seed=seed) for seed in range(ROWS)])
+    asked = {"logits_processor": LogitsProcessorList([ByNumber()]), "output_scores": True}
+    asked |= {"stopping_criteria": StoppingCriteriaList([Longest()]), "return_dict_in_generate": True}
+    options = {**OPTIONS, "eos_token_id": None}
+    expected = target.generate(ids, **options, **asked).sequences
+    out = target.generate(ids, assistant_model=kind(target, list(expected)), **options, **asked).sequences
+    lengths = [3, 9, 5, 12]  # without an end token plain decoding writes on in all rows
+    assert rows_of(out, 8) == [row[:length] for row, length in zip(rows_of(expected, 8), lengths)]
+    assert [len(row) for row in rows_of(out, 8)] == lengths
+    assert (out[:, 8:11] % 2).tolist() == [[0] * 3, [1] * 3] * 2
+
+
+def budget_of_a_closure(calls):
+    """[`ThinkingBudget`] as a function, and a criterion that reads the same variable."""
+    made = 0
+    log = []
+
+    def budget(input_ids, scores):
+        nonlocal made
+        made += 1
+        log.append(made)
+        return scores.scatter(1, torch.full_like(input_ids[:, :1], 7), 100.0) if log[-1] == calls else scores
+
+    def answered(input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), made >= calls + 2)
+
+    def counted():
+        return made
+
+    return budget, answered, counted
+
+
+@pytest.mark.parametrize("wrapped", [lambda function: function, functools.partial])
+def test_a_function_keeps_its_closure_for_each_row(target, wrapped):
+    ids = torch.cat([prompt(8, seed=seed) for seed in range(ROWS)])
+
+    def asked():
+        budget, answered, counted = budget_of_a_closure(4)
+        processors, criteria = [wrapped(budget)], [answered]
+        return counted, dict(logits_processor=processors, stopping_criteria=criteria)
+
+    options = {**OPTIONS, "eos_token_id": None}
+    expected = target.generate(ids, **options, **asked()[1])
+    counted, given = asked()
+    out = target.generate(ids, assistant_model=RandomChains(target, list(expected)), **options, **given)
+    assert torch.equal(out, expected) and out.shape[1] == 8 + 6
+    assert (out[:, 8 + 3] == 7).all() and counted() == 0
+
+
+def test_a_function_without_a_state_is_taken_whatever_it_reads(target):
+    def banned(words):
+        def ban(input_ids, scores):
+            return again(math, scores) if words else ban(input_ids, scores)
+
+        def again(module, scores):
+            return scores.index_fill(1, torch.tensor(words), -module.inf)
+
+        return ban
+
+    ids = torch.cat([prompt(8, seed=seed) for seed in range(2)])
+    given = dict(logits_processor=[banned(list(range(0, VOCABULARY, 2)))])
+    expected = target.generate(ids, **OPTIONS, **given)
+    out = target.generate(ids, assistant_model=RandomChains(target, list(expected)), **OPTIONS, **given)
+    assert rows_of(out, 8) == rows_of(expected, 8)
+
+
+def count_calls(input_ids, scores):
+    global called
+    called = 1
+    return scores
+
+
+def locked():
+    lock = threading.Lock()
+
+    def hold(input_ids, scores, **kwargs):
+        with lock:
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    return hold
+
+
 class CannotBeCopied(LogitsProcessor):
     def __deepcopy__(self, memo):
         raise TypeError("cannot pickle 'GrammarMatcher' object")
@@ -189,6 +291,8 @@ class Locked(StoppingCriteria):
     [
         ("CannotBeCopied", {"logits_processor": LogitsProcessorList([CannotBeCopied()])}),
         ("Locked", {"stopping_criteria": StoppingCriteriaList([Locked()])}),
+        ("hold", {"stopping_criteria": [locked()]}),
+        ("count_calls,.*`called`", {"logits_processor": [count_calls]}),
     ],
 )
 def test_what_cannot_be_copied_is_refused_by_name_before_the_first_token(target, name, asked):

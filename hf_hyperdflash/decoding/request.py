@@ -196,7 +196,8 @@ class GenerateCall:
         for name in _CALLED:
             if given := self.arguments.get(name):
                 own[name] = type(given)(
-                    each if _keeps_no_state(each) else _InItsRow(_copy(each, f"`{name}`", copied), row, rows) for each in given
+                    each if _keeps_no_state(each) else _InItsRow(_copy(each, f"`{name}`", copied), row, rows)
+                    for each in given
                 )
         return own
 

@@ -333,7 +333,7 @@ def test_allowed_tokens_know_which_prompt_they_are_for(qwen3):
 
 
 def test_several_texts_of_a_prompt_have_a_row_each(qwen3):
-    """As in plain decoding, where processors see them all, and `prefix_allowed_tokens_fn` has a number for a prompt."""
+    """As in plain decoding; `prefix_allowed_tokens_fn` has a number for each prompt."""
 
     class ByNumber(LogitsProcessor):
         def __call__(self, input_ids, scores):

@@ -39,7 +39,7 @@ from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .data.encoding import encode_prompts, end_ids_of
 from .data.file_positions import add_file_positions
-from .data.rows import count_tokens, covering_size, json_column, load_rows, prepare_dataset
+from .data.rows import count_tokens, covering_size, joined, load_rows, prepare_dataset
 from .data.templates import read_chat_template
 from .flags import STAGES, ScriptArguments
 from .runs.checkpoints import (
@@ -252,7 +252,7 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
         if script.rows is not None:
             rows = rows.take(script.rows) if script.streaming else rows.select(range(min(script.rows, len(rows))))
         parts.append(add_file_positions(rows, source))
-    train = _joined(parts)
+    train = joined(parts)
     if script.eval_dataset:
         held_out = add_file_positions(load_rows(script.eval_dataset), script.eval_dataset)
     elif len(train) <= script.eval_rows:
@@ -268,26 +268,6 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
             "Held-out rows are tokenized, so that there is no prompt to generate from: set `--eval_prompts 0`."
         )
     return train, held_out
-
-
-def _joined(parts: list[Any]) -> Any:
-    """Return datasets as one, each row with its own columns and types."""
-    from datasets import Dataset, IterableDataset, concatenate_datasets
-
-    if len(parts) == 1:
-        return parts[0]
-    if not isinstance(parts[0], Dataset):  # whose concatenation gives all rows the columns of the first
-        return IterableDataset.from_generator(_rows_of, gen_kwargs={"parts": parts})
-    for name in dict.fromkeys(name for part in parts for name in part.column_names):
-        types = {repr(part.features[name]) for part in parts if name in part.column_names}
-        if len(types) > 1:
-            parts = [json_column(part, name, part[name]) if name in part.column_names else part for part in parts]
-    return concatenate_datasets(parts)
-
-
-def _rows_of(parts: list[Any]) -> Iterator[Any]:
-    for part in parts:
-        yield from part
 
 
 def described(script: ScriptArguments) -> dict[str, object]:

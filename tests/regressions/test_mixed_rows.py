@@ -83,6 +83,13 @@ def test_a_list_a_file_and_a_stream_are_each_row_alone(kind, tokenizer, tmp_path
     sources = [rows, IterableDataset.from_generator(lambda: iter(rows))]
     for path in map(str, (lines, document)):
         sources += [add_file_positions(load_rows(path, streaming=way), path) for way in (False, True)]
+    folder = tmp_path / "folder"  # of two files, and one of another split
+    folder.mkdir()
+    half = len(rows) // 2
+    (folder / "train-0.jsonl").write_text("\n".join(map(json.dumps, rows[:half])))
+    (folder / "train-1.json").write_text(json.dumps(rows[half:]))
+    (folder / "test.jsonl").write_text(json.dumps(asked("of another split")))
+    sources += [load_rows(str(folder), streaming=way) for way in (False, True)]
     for source in sources:
         kept = list(prepare_dataset(source, tokenizer, max_length=200))
         assert [tokenizer.decode(row["input_ids"]) for row in kept] == expected

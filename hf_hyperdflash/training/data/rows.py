@@ -93,7 +93,7 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
     Raises:
         ValueError: If there is no such file, split or dataset, a file is damaged or empty, or the Hub is not reached.
     """
-    from datasets import IterableDataset, load_dataset  # an extra: only training needs it
+    from datasets import IterableDataset, load_dataset, load_dataset_builder  # an extra: only training needs it
 
     suffix = os.path.splitext(source)[1].lower()
     if os.path.exists(source):
@@ -107,6 +107,9 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
                 return _as_in_file(rows, source) if is_json else rows
             if any(os.path.exists(os.path.join(source, name)) for name in ("state.json", "dataset_dict.json")):
                 return _load_saved(source, split, streaming)
+            files = (load_dataset_builder(source).config.data_files or {}).get(split, [])
+            if files and all(file.endswith((".json", ".jsonl")) for file in files):
+                return joined([load_rows(file, streaming=streaming) for file in files])
             return load_dataset(source, split=split, streaming=streaming)
     if suffix in (".json", ".jsonl", ".parquet"):
         raise ValueError(f"No dataset file at {source!r}: expected an existing file or a Hub name like 'org/name'.")
@@ -125,11 +128,31 @@ def _as_in_file(rows: Dataset, path: str) -> Dataset:
     mixed = [name for name, feature in rows.features.items() if "Json(" in repr(feature)]
     if mixed and len(read := list(read_rows(path))) == len(rows):
         for name in mixed:
-            rows = json_column(rows, name, [row.get(name) for row in read])
+            rows = _json_column(rows, name, [row.get(name) for row in read])
     return rows
 
 
-def json_column(rows: Dataset, name: str, values: Iterable[Any]) -> Dataset:
+def joined(parts: list[Any]) -> Any:
+    """Return datasets as one, each row with its own columns and types."""
+    from datasets import Dataset, IterableDataset, concatenate_datasets
+
+    if len(parts) == 1:
+        return parts[0]
+    if not isinstance(parts[0], Dataset):  # whose concatenation gives all rows the columns of the first
+        return IterableDataset.from_generator(_rows_of, gen_kwargs={"parts": parts})
+    for name in dict.fromkeys(name for part in parts for name in part.column_names):
+        types = {repr(part.features[name]) for part in parts if name in part.column_names}
+        if len(types) > 1:
+            parts = [_json_column(part, name, part[name]) if name in part.column_names else part for part in parts]
+    return concatenate_datasets(parts)
+
+
+def _rows_of(parts: list[Any]) -> Iterator[Any]:
+    for part in parts:
+        yield from part
+
+
+def _json_column(rows: Dataset, name: str, values: Iterable[Any]) -> Dataset:
     """Replace a column by one whose values may have several types.
 
     Raises:

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..decoding.proposals import checked_pair
@@ -596,6 +597,13 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, **kwargs: Any) ->
                 tokenizer = read_gguf_tokenizer(name, where, kwargs)
             else:
                 tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
+                if not tokenizer.chat_template:  # models with images keep it with the processor
+                    where = {option: kwargs[option] for option in kwargs.keys() & {*_WHERE, "revision"}}
+                    file = cached_file(
+                        name, "chat_template.json", _raise_exceptions_for_missing_entries=False, **where
+                    )
+                    if file is not None:
+                        tokenizer.chat_template = json.loads(Path(file).read_text("utf-8"))["chat_template"]
         except (StrictDataclassError, ImportError):  # which have their own words
             raise
         except Exception as error:

@@ -1,6 +1,8 @@
 """A chat template that reads `content` as a list of parts alone, as those of Idefics 3, SmolVLM and LLaVA, gets one,
 in rows and in prompts: it writes nothing of a text."""
 
+import json
+
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -50,6 +52,24 @@ TEXT = (
 TEMPLATES = {"Idefics": IDEFICS, "LLaVA": LLAVA, "first": FIRST, "half": HALF, "either": EITHER, "text": TEXT}
 IN_PARTS = {"Idefics": "usa", "LLaVA": "usa", "first": "usa", "half": "u", "either": "", "text": ""}
 TURNS = [("system", "Hello."), ("user", "What is it?"), ("assistant", "It is three."), ("user", "and one?")]
+
+
+def test_a_template_that_is_kept_with_the_processor_is_found(tmp_path):
+    """As SmolVLM's and Idefics' are, whose tokenizers have none."""
+    Qwen3Config(vocab_size=300).save_pretrained(tmp_path)
+    trained("bytes").save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": IDEFICS}))
+    assert load_tokenizer(str(tmp_path)).chat_template == IDEFICS
+    (tmp_path / "chat_template.json").write_text("[1]")
+    with pytest.raises(OSError, match="has no tokenizer that can be loaded"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "chat_template.json").unlink()
+    tokenizer = trained("bytes")
+    tokenizer.chat_template = TEXT
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": IDEFICS}))
+    assert load_tokenizer(str(tmp_path)).chat_template == TEXT
 
 
 def chat(name, *turns):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -227,4 +228,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # what it writes may have letters that the terminal lacks
     main()

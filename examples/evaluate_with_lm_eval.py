@@ -18,6 +18,7 @@ import datetime
 import json
 import re
 import statistics
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -84,7 +85,8 @@ def parse_arguments() -> argparse.Namespace:
 def questions_of(path: str, limit: int) -> list[dict[str, str]]:
     """The last `limit` lines, each with the number that its answer ends in."""
     found = []
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    with open(path, encoding="utf-8-sig") as file:
+        lines = list(file)
     for number, line in list(enumerate(lines, 1))[-limit:]:
         entry = json.loads(line)
         if not {"question", "answer"} <= entry.keys() or "####" not in entry["answer"]:
@@ -207,6 +209,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # what it writes may have letters that the terminal lacks
     try:
         main()
     except (ValueError, OSError) as error:  # what the user can mend

@@ -15,8 +15,10 @@ import argparse
 import datetime
 import json
 import statistics
+import sys
 import time
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -96,8 +98,9 @@ def train(way: str, rollouts: int, arguments: argparse.Namespace) -> dict[str, A
     if way != "alone":
         drafter.bind(target, as_default=True)  # TRL's calls of `generate` name no drafter
     learning = drafter.adapt(target) if way == "adapted" else None
-    lines = Path(arguments.data).read_text(encoding="utf-8").splitlines()[: arguments.steps]
-    prompts = [[{"role": "user", "content": json.loads(line)["question"] + ASKED}] for line in lines]
+    with open(arguments.data, encoding="utf-8-sig") as lines:
+        questions = [json.loads(line)["question"] for line in islice(lines, arguments.steps)]
+    prompts = [[{"role": "user", "content": question + ASKED}] for question in questions]
     is_new = "activation_checkpointing" in GRPOConfig.__dataclass_fields__  # from transformers 5.24 on
     checkpointing = {"activation_checkpointing" if is_new else "gradient_checkpointing": False}
     with TemporaryDirectory() as folder:
@@ -190,6 +193,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # what it writes may have letters that the terminal lacks
     try:
         main()
     except (ValueError, OSError) as error:  # what the user can mend

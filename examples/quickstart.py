@@ -86,16 +86,16 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts:
         if not Path(args.prompts).is_file():
             raise ValueError(f"There is no file {args.prompts}, expected one with a list of `turns` a line.")
-        lines = Path(args.prompts).read_text().splitlines()[: args.limit]
+        lines = Path(args.prompts).read_bytes().splitlines()[: args.limit]
         prompts = [first_turn(line, f"{args.prompts}, line {number}") for number, line in enumerate(lines, start=1)]
     if not prompts:
         raise ValueError(f"{args.prompts} has no prompts.")
     return prompts[: args.limit]
 
 
-def first_turn(line: str, place: str) -> str:
+def first_turn(line: bytes, place: str) -> str:
     try:
-        turns = json.loads(line)["turns"]
+        turns = json.loads(line.decode("utf-8-sig"))["turns"]
     except (ValueError, TypeError, KeyError):
         turns = None
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
@@ -205,6 +205,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # what it writes may have letters that the terminal lacks
     try:
         main()
     except (ValueError, OSError, ImportError) as error:  # what the user can mend

@@ -1,6 +1,9 @@
 """The quickstart, with a limit and with wrong options."""
 
+import os
 import runpy
+import subprocess
+import sys
 
 import pytest
 
@@ -20,6 +23,17 @@ def test_quickstart_limits_its_own_prompts_too(tmp_path):
     )
     assert "\n1 verification round, " in shown
     assert "all 1 " in shown and "A baker" not in shown and (tmp_path / "acceptance.png").is_file()
+
+
+def test_a_terminal_without_some_letters_gets_escapes(tmp_path):
+    """Also the table's borders, and texts of a file whose lines are UTF-8 whatever the terminal has."""
+    (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + '{"turns": ["Ωhat…\u2028is 2 plus 2?"]}\n'.encode())
+    ran = subprocess.run(
+        [sys.executable, ROOT / "examples/quickstart.py", "--prompts", "prompts.jsonl", "--max-new-tokens", "3"],
+        cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "\\u03a9hat\\u2026" in ran.stdout.decode("ascii") and (tmp_path / "acceptance.png").is_file()
 
 
 @pytest.mark.parametrize(

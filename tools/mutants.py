@@ -134,7 +134,7 @@ def tests_of(mutant: Mutant) -> list[str]:
     recorded = [name for name in data.measured_files() if name.endswith("/" + mutant.path)]
     by_line = data.contexts_by_lineno(recorded[0]) if recorded else {}
     first, _, last, _ = mutant.place
-    tests = {test.split("|")[0] for line in range(first, last + 1) for test in by_line.get(line, ())} - {""}
+    tests = {test.rpartition("|")[0] for line in range(first, last + 1) for test in by_line.get(line, ())} - {""}
     seconds = dict(line.split("\t")[::-1] for line in DURATIONS.read_text().splitlines() if "::" in line)
     return sorted(tests, key=lambda test: float(seconds.get(test, 0)))
 

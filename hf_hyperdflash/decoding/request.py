@@ -7,7 +7,7 @@ import dis
 import gc
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any, Literal, cast
@@ -217,17 +217,18 @@ class _InItsRow:
         rows: Of all texts.
     """
 
-    def __init__(self, called: Any, row: int, rows: int) -> None:
+    def __init__(self, called: Callable[..., object], row: int, rows: int) -> None:
         self.called, self.row, self.rows = called, row, rows
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any) -> Any:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | tuple[torch.Tensor, ...] | None) -> object:
         if isinstance(scores, torch.Tensor):  # a processor may write into them
             scores = scores.repeat(self.rows, 1)
         elif scores is not None:  # a criterion's, of each step
             scores = tuple(step.expand(self.rows, -1) for step in scores)
         said = self.called(input_ids.expand(self.rows, -1), scores)
-        is_of_rows = isinstance(said, torch.Tensor) and said.ndim and len(said) == self.rows
-        return said[self.row : self.row + 1] if is_of_rows else said
+        if isinstance(said, torch.Tensor) and said.ndim and len(said) == self.rows:
+            return said[self.row : self.row + 1]
+        return said
 
 
 class _Copies:
@@ -274,7 +275,7 @@ class _Copies:
         return memo
 
 
-def _copy(called: Any, where: str, copied: dict[int, object]) -> Any:
+def _copy(called: object, where: str, copied: dict[int, object]) -> Any:
     """Return a text's own copy of a processor or criterion of the request.
 
     Raises:

@@ -328,6 +328,7 @@ def trained(tmp_path, target, drafter, data, **args):
     return trainer.evaluate()["eval_teacher_forced_tau"], [on_cpu(p).clone() for p in drafter.parameters()]
 
 
+# Takes seconds: a run of training.
 @pytest.mark.skipif(
     hasattr(modeling_qwen3, "maybe_autocast"), reason="transformers 5.17 asks for autocast, which lazy does not know"
 )

@@ -6,12 +6,14 @@ from ..conftest import mostly_nightly
 from ..fuzz_trees import SHARE_GRAPHS, run_case, run_compiled_case
 
 
+# Takes seconds: each is twenty cases of many rounds.
 @pytest.mark.parametrize("first", mostly_nightly(range(0, 240, 20), kept=2))
 def test_no_case_differs(first):
     """Each case binds another target, writes a text plainly and assisted, and often goes on with it."""
     assert not [found for found in map(run_case, range(first, first + 20)) if found[1]]
 
 
+# Takes seconds: a case's rounds are traced.
 @pytest.mark.parametrize("seed", mostly_nightly(range(0, 4 * SHARE_GRAPHS, SHARE_GRAPHS)))
 def test_no_compiled_case_differs(seed):
     """Of the graphs alone: what a backend makes of them takes long to compile."""

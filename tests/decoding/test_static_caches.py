@@ -444,6 +444,7 @@ class Least:
         return signal >= self.least
 
 
+# Takes seconds: rounds are traced.
 @pytest.mark.parametrize(
     ("kind", "is_launch_bound"),
     mostly_nightly([("", False), ("medusa", True), ("specblock", True), ("eagle3", True), ("", True)], kept=3),
@@ -806,6 +807,7 @@ def test_a_batch_is_drafted_for_in_one_compiled_pass(family, kind, do_sample, bu
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+# Takes seconds: rounds are traced.
 def test_compiled_turns_and_eager_ones(counted):
     target, own = target_and_own(families.qwen3)
     drafter, cache, text = drafter_of(target), StaticCache(config=own.config, max_cache_len=150), prompt(11)
@@ -889,6 +891,7 @@ def with_adapter(target):
     layer.up_proj = torch.nn.Sequential(layer.up_proj, torch.nn.Tanh())  # as LoRA wraps it
 
 
+# Takes seconds: rounds are traced.
 @pytest.mark.parametrize(
     "change", mostly_nightly([with_other_weights, with_other_activation, with_eager_attention, with_adapter])
 )
@@ -916,6 +919,7 @@ def test_a_target_with_compiled_rounds_can_be_copied_and_pickled(counted):
         assert torch.equal(each.generate(prompt(11), assistant_model=drafter, **options), expected)
 
 
+# Takes seconds: rounds are traced.
 def test_who_decides_whether_rounds_compile(counted):
     """As in transformers' own loop: not on a CPU, unless it is asked for; not with `disable_compile`; and not where
     the caller wants to see what is inside a forward."""

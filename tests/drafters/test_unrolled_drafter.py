@@ -63,6 +63,7 @@ def test_the_text_is_the_targets(family, kind):
 
 
 # Reducing is before all that differs between the kinds, and asks nothing of the target's layers.
+# Takes seconds: several texts are written by trees.
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [("specblock", {"reducer": "hybrid", "target_layer_ids": [0, -1]}), ("eagle3", {"reducer": "hc_gate"})],

@@ -25,6 +25,7 @@ def test_quickstart_limits_its_own_prompts_too(tmp_path):
     assert "all 1 " in shown and "A baker" not in shown and (tmp_path / "acceptance.png").is_file()
 
 
+# Takes seconds: a process imports transformers, and the example writes.
 def test_a_terminal_without_some_letters_gets_escapes(tmp_path):
     """Also the table's borders, and texts of a file whose lines are UTF-8 whatever the terminal has."""
     (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + '{"turns": ["Ωhat…\u2028is 2 plus 2?"]}\n'.encode())

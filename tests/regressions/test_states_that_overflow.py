@@ -83,6 +83,7 @@ def test_scores_that_are_not_finite_are_told_of_once(kind, way, caplog):
     assert len(of_dtypes(caplog)) == 1
 
 
+# Takes seconds: a drafter's pass is traced.
 @pytest.mark.parametrize("kind", mostly_nightly(["block", "eagle3"]))  # 5 s each: rounds are compiled
 def test_a_compiled_drafter_is_looked_at_eagerly(kind, caplog):
     target = qwen3()

@@ -533,6 +533,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
         main(flags(tmp_path, other, max_steps=1, eval_prompts=0, resume_from_checkpoint="true"))
 
 
+# Takes seconds: two runs of training.
 def test_an_earlier_run_is_replaced_only_where_that_is_said(tmp_path, monkeypatch):
     """Nothing is loaded before; the checkpoints go once training can begin, and not when it cannot."""
     data = write(tmp_path / "rows.jsonl", chats(12))
@@ -568,6 +569,7 @@ DIFFERENT = {
 }
 
 
+# Takes seconds: three runs of training.
 def test_a_run_goes_on_as_itself_alone(tmp_path):
     """What it may change are its length, and what it logs, saves and evaluates."""
     data = write(tmp_path / "rows.jsonl", chats(12))

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import gradio as gr
 from transformers.generation.streamers import BaseStreamer
+from views import text_html, tree_html, tree_text  # beside this file, which is where Python looks first
 
-from hf_hyperdflash.cli.display.text import Piece, Pieces, text_html
-from hf_hyperdflash.cli.display.tree import tree_html, tree_text
+from hf_hyperdflash.cli.display.text import Piece, Pieces
 from hf_hyperdflash.cli.models import load
 from hf_hyperdflash.decoding.stats import SpeculationStats, VerifiedTree, keep_trees
 from hf_hyperdflash.training.data.encoding import encode_prompts

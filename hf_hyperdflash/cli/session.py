@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import options
 from .options import PROMPT_LOOKUP
@@ -94,12 +94,8 @@ class Session:
     trust_remote_code: options.TrustRemoteCode = False
 
     def check(self, drafters: Collection[tuple[str, int | str | None]] = ()) -> None:
-        """Raise an error if the target, a drafter or the device is missing, they do not fit each other, or a drafter
-        cannot draft so many tokens. Reads no weights.
-
-        Args:
-            drafters: Each with the number of drafts asked for; `None` for its own.
-        """
+        """Raise an error if something is missing, does not fit the other, or cannot draft as many tokens as are asked
+        for (`None`: its own number). Reads no weights."""
         from ..hub import loading
 
         loading.check_target(self.target)
@@ -125,11 +121,7 @@ class Session:
         return model, tokenizer, loaded
 
     def load_target(self, is_exact: bool = True) -> PreTrainedModel:
-        """Load the target.
-
-        Args:
-            is_exact: Whether its greedy text has to be that of float32 where the dtype is ours to choose.
-        """
+        """Load the target, as exact as float32 where the dtype is ours to choose, or as fast as the CPU can."""
         import torch
 
         from ..hub import loading
@@ -151,8 +143,8 @@ def with_session(command: Callable[..., None]) -> Callable[..., None]:
     names = [first.name, *(field.name for field in rest)]
 
     @functools.wraps(command)
-    def called(**given: Any) -> None:
-        command(Session(**{name: given.pop(name) for name in names}), **given)
+    def called(**given: object) -> None:
+        command(Session(*(given.pop(name) for name in names)), **given)  # type: ignore[arg-type]
 
     parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (first, *own, *rest)]
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which typer reads

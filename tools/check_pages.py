@@ -163,6 +163,18 @@ def figures() -> Faults:
             yield page, f"{figure!r} is measured, and in no block of tools/write_numbers.py"
 
 
+def results() -> Faults:
+    """Results in git are small, raw lines are there only for the two cards, and none names a folder of a machine."""
+    folder = ROOT / "experiments" / "results"
+    kept = [path for path in folder.rglob("*") if path.is_file()]
+    size, raw = sum(path.stat().st_size for path in kept), [path for path in kept if path.suffix == ".jsonl"]
+    if size > 5e6 or len(raw) > 2:
+        yield folder, f"{size / 1e6:.1f} MB and {len(raw)} files of raw lines, at most 5 MB and 2"
+    for path in (path for path in kept if path.suffix in (".json", ".jsonl", ".md", ".csv")):
+        for place in re.findall(r"""["' =](/(?:\w[\w.-]*/)+)""", path.read_text(encoding="utf-8")):
+            yield path, f"it names {place}, a folder of a machine"
+
+
 def release() -> Faults:
     """Citation, changelog, workflows, forms and the Space's requirements are this version's."""
     import hf_hyperdflash
@@ -229,7 +241,7 @@ def site(folder: Path) -> Faults:
 
 CHECKS = (
     links_and_anchors, lengths, what_contributors_are_told_of, quoted_messages, reference, docstrings, figures,
-    release, scripts,
+    results, release, scripts,
 )  # fmt: skip
 
 

@@ -214,9 +214,18 @@ def release() -> Faults:
 
 
 def scripts() -> Faults:
-    """A script that loads a target loads its tokenizer alike: `AutoTokenizer` cannot read a GGUF file by its path."""
-    for path in (path for folder in ("examples", "experiments") for path in (ROOT / folder).rglob("*.py")):
-        if "load_target(" in path.read_text() and "AutoTokenizer" in path.read_text():
+    """What scripts import of the package is there; one that loads a target loads its tokenizer alike: `AutoTokenizer`
+    cannot read a GGUF file by its path."""
+    for path in (path for folder in ("examples", "experiments", "tools") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hyperdflash."):
+                place = ROOT / (node.module or "").replace(".", "/")
+                found = [file for file in (place.with_suffix(".py"), place / "__init__.py") if file.exists()]
+                text = found[0].read_text() if found else ""
+                for name in (each.name for each in node.names):
+                    if not re.search(rf"\b{name}\b", text) and not (place / f"{name}.py").exists():
+                        yield path, f"{node.module} has no {name}"
+        if path.parts[-2] != "tools" and "load_target(" in path.read_text() and "AutoTokenizer" in path.read_text():
             yield path, "`AutoTokenizer` beside `load_target`: expected `load_tokenizer`"
 
 

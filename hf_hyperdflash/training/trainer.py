@@ -25,7 +25,6 @@ from transformers.utils.hub import PushInProgress
 
 from ..decoding.stats import SpeculationStats
 from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
-from ..drafters.parts.heads import HeadOutput
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import not_finite
 from ..hub.cards import drafter_card
@@ -33,11 +32,7 @@ from ..hub.publish import drafter_files, reaching_hub
 from ..targets.registry import target_of
 from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
-from .data.blocks import (
-    expected_rounds,
-    sample_anchors,
-    walk_rounds,
-)
+from .data.blocks import expected_rounds, sample_anchors, walk_rounds
 from .data.encoding import end_ids_of
 from .data.rows import frequent_tokens, prepare_dataset
 from .features.capture import compute_residual
@@ -226,13 +221,10 @@ class HyperDFlashTrainer(Trainer):
             self.objective.add_anchors(inputs, self.state.global_step)
         if num_items_in_batch is None:
             num_items_in_batch = self._count([inputs], self.args.device)
-        residual = self.residual(inputs)
-        anchors, steps = inputs["anchors"], inputs["steps"]
-        drafted = self.objective.run_drafter(model, inputs, anchors, residual, steps)
-        counts, table = torch.as_tensor(num_items_in_batch), self._table(model)
-        terms = self.objective.loss(drafted, anchors, inputs["labels"], residual, steps, table, counts)
+        inputs = {**inputs, "residual": self.residual(inputs)}
+        terms = self.objective.step(model, inputs, self._table(model), torch.as_tensor(num_items_in_batch))
         if not torch.isfinite(terms.loss):
-            raise self._not_finite(terms.loss.item(), residual)
+            raise self._not_finite(terms.loss.item(), inputs["residual"])
         self._terms[:-1] += torch.stack([getattr(terms, name) for name in TERMS]).cpu()
         loss = terms.loss * self.accelerator.num_processes  # gradients are averaged over processes: make it a sum
         return (loss, terms) if return_outputs else loss
@@ -294,34 +286,24 @@ class HyperDFlashTrainer(Trainer):
             the rounds to be expected at temperature 1, `[batch]`; and the accepted drafts per row and round.
         """
         batch = self._prepare_inputs(inputs)
-        with torch.no_grad():
-            residual = self.residual(batch)
-            anchors = sample_anchors(self.objective.candidates(batch))
-            # Where the drafter is sharded, all processes have to call it equally often.
-            anchors = self.accelerator.pad_across_processes(anchors, dim=1, pad_index=-1)
-            steps = self.objective.steps()
-            parts = [
-                self.objective.run_drafter(model, batch, part, residual, steps)
-                for part in anchors.split(self.args.num_anchors, dim=1)
-            ]
-            whole = [None if part[0] is None else torch.cat(part, dim=1) for part in zip(*parts)]
-            drafted, table = HeadOutput(cast(torch.Tensor, whole[0]), *whole[1:]), self._table(model)
-            following = self.objective.following_tokens(batch, anchors, self.drafter_config.max_draft_tokens + 1)
-            labels = following[:, :, :-1].contiguous()
-            terms = self.objective.loss(
-                drafted, anchors, labels, residual, steps, table, needs_acceptance=not prediction_loss_only
-            )
+        batch["residual"] = self.residual(batch)
+        anchors = sample_anchors(self.objective.candidates(batch))
+        # Where the drafter is sharded, all processes have to call it equally often.
+        anchors = self.accelerator.pad_across_processes(anchors, dim=1, pad_index=-1)
+        positions = None if prediction_loss_only else self.drafter_config.max_draft_tokens
+        with torch.no_grad():  # the table is gathered
+            walk = self.objective.walk(model, batch, anchors, self._table(model), positions, self.args.num_anchors)
         if prediction_loss_only:
-            return terms.loss, None, None
-        matched = (terms.predictions.view_as(labels) == labels).long().cumprod(-1).sum(-1)
-        available = (following != IGNORE_INDEX).sum(-1)
-        rounds = [torch.tensor(walk_rounds(*row)).view(-1, 2) for row in zip(anchors, matched, available)]
+            return walk.loss, None, None
+        matched = walk.matches.long().cumprod(-1).sum(-1)
+        rounds = [torch.tensor(walk_rounds(*row)).view(-1, 2) for row in zip(anchors, matched, walk.available)]
         emitted, accepted = nn.utils.rnn.pad_sequence(rounds, True, float(IGNORE_INDEX)).to(anchors).unbind(-1)
-        rates = terms.acceptance.view(*labels.shape)
-        expected = torch.tensor(
-            [expected_rounds(*row) for row in zip(anchors, rates, available)], device=anchors.device
+        expected = [expected_rounds(*row) for row in zip(anchors, walk.acceptance, walk.available)]
+        return (
+            walk.loss,
+            (emitted.contiguous(), anchors.new_tensor(expected, dtype=torch.float32)),
+            accepted.contiguous(),
         )
-        return terms.loss, (emitted.contiguous(), expected), accepted.contiguous()
 
     def _teacher_forced_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Compute tau at temperatures 0 and 1, and the acceptance per draft position, from the rounds of
@@ -624,7 +606,6 @@ def _check_trainable(
 ) -> None:
     """Refuse settings that do not fit the drafter, and weights that are not finite, which would look like
     divergence."""
-    drafts = config.max_draft_tokens
     if args.confidence_weight and "confidence_weight" in args.set_by_user and not config.confidence_head:
         raise ValueError(
             f"`confidence_weight` is {args.confidence_weight}, but the drafter has no confidence head: leave it out, "
@@ -651,8 +632,4 @@ def _check_trainable(
         raise ValueError(
             f"The tokenizer has {len(tokenizer)} tokens, but the target's vocabulary {config.vocab_size}: pass the "
             "target's own tokenizer as `processing_class`."
-        )
-    if (args.kl_positions or 0) > drafts:
-        raise ValueError(
-            f"`kl_positions` is {args.kl_positions}, but the drafter has {drafts} draft positions: lower it."
         )

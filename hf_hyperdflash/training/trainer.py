@@ -96,7 +96,7 @@ class HyperDFlashTrainer(Trainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ) -> None:
-        args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
+        self.args = args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
         if not isinstance(args, HyperDFlashTrainingArguments):
             raise ValueError(f"`args` is a {type(args).__name__}: pass HyperDFlashTrainingArguments.")
         if "tokenizer" in kwargs:
@@ -133,8 +133,9 @@ class HyperDFlashTrainer(Trainer):
         self.measured: dict[str, float] = {}  # of the weights as they are now
         self._evaluated: dict[int, dict[str, float]] = {}  # by step
         self._train_rows: Any = None
-        train_rows = self._prepare_rows(train_dataset, "train", args, processing_class, args.packing)
-        eval_rows = self._prepare_rows(eval_dataset, "eval", args, processing_class)
+        self._tokenizer = processing_class
+        train_rows = self._prepare_rows(train_dataset, "train", args.packing)
+        eval_rows = self._prepare_rows(eval_dataset, "eval")
         super().__init__(model=model, args=args, train_dataset=train_rows, eval_dataset=eval_rows, **kwargs)
         if args.feature_source == "cached":  # only now that the arguments have been found good
             self.train_dataset = self._write_features(train_rows, "train")
@@ -142,22 +143,16 @@ class HyperDFlashTrainer(Trainer):
         # `compute_loss` divides by the counts of the whole optimizer step itself.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
 
-    def _prepare_rows(
-        self,
-        dataset: Any,
-        name: str,
-        args: HyperDFlashTrainingArguments,
-        tokenizer: PreTrainedTokenizerBase | None,
-        packing: bool = False,
-    ) -> Any:
+    def _prepare_rows(self, dataset: Any, name: str, packing: bool = False) -> Any:
         """Turn a user's dataset into rows that the trainer reads."""
+        args = self.args
         if dataset is None:
             return None
         if isinstance(dataset, FeatureCache):
             self._train_rows = dataset if name == "train" else self._train_rows
             return dataset.select_layers(self.objective.layer_ids)
         if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
-            return {key: self._prepare_rows(part, f"{name}-{key}", args, tokenizer) for key, part in dataset.items()}
+            return {key: self._prepare_rows(part, f"{name}-{key}") for key, part in dataset.items()}
         if args.feature_source == "online" and not len(self.objective.target.layers):
             raise ValueError(
                 "`feature_source` is 'online', and the target has no layers to run: set it to 'cached', or load the "
@@ -167,7 +162,7 @@ class HyperDFlashTrainer(Trainer):
         with args.main_process_first(desc="tokenizing"):
             rows = prepare_dataset(
                 dataset,
-                tokenizer,
+                self._tokenizer,
                 max_length=self.max_length,
                 packing=packing,
                 vocab_size=vocab_size,
@@ -189,8 +184,8 @@ class HyperDFlashTrainer(Trainer):
         directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
         with args.main_process_first(local=False, desc="writing features"):
             if args.process_index == 0:
-                dtype = args.feature_dtype
-                return FeatureCache.write(directory, rows, self.target, dtype=dtype, target_layer_ids=layers)
+                how: dict[str, Any] = {"dtype": args.feature_dtype, "tokenizer": self._tokenizer}
+                return FeatureCache.write(directory, rows, self.target, target_layer_ids=layers, **how)
             return FeatureCache(directory, self.target).select_layers(layers)
 
     # One training step

@@ -70,7 +70,7 @@ def run_identity(
 def data_digest(rows: Any) -> DataDigest | None:
     """Return the number of rows and a digest of all of them; `None` for a stream."""
     if isinstance(rows, FeatureCache):
-        return {"rows": len(rows), "sha256": rows.index["rows_sha256"], "of": "features"}
+        return {"rows": len(rows), "sha256": rows.digest, "of": "parts"}
     if not hasattr(rows, "__len__"):
         return None
     digest = hashlib.sha256()

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
 from transformers.utils.hub import PushInProgress
 
 from ..decoding.stats import SpeculationStats
@@ -41,9 +41,16 @@ from .features.store import FeatureCache
 from .losses.loss import IGNORE_INDEX
 from .losses.objective import Batch, BlockObjective, collate
 from .losses.unrolled import make_objective
-from .runs.checkpoints import CHECKPOINT, apply_umask, checkpoint_to_resume, describe_earlier_run, newest_complete
+from .runs.checkpoints import (
+    CHECKPOINT,
+    apply_umask,
+    checkpoint_to_resume,
+    describe_earlier_run,
+    newest_complete,
+    remove_checkpoint,
+)
 from .runs.record import write_record
-from .runs.run_identity import RUN_RECORD, DataDigest, RunIdentity, check_same_run, data_digest, run_identity
+from .runs.run_identity import RUN_RECORD, Identity, check_same_run, data_digest, run_identity
 
 logger = logging.getLogger(__name__)
 
@@ -337,8 +344,7 @@ class HyperDFlashTrainer(Trainer):
 
         Raises:
             ValueError: If there is no checkpoint to resume from, it lacks a part, it belongs to a run with other data,
-                another target, drafter or recipe, no evaluation gives `metric_for_best_model`, or the disk has no
-                space for one checkpoint.
+                another target, drafter or recipe, or no evaluation gives `metric_for_best_model`.
         """
         config, own = self.drafter_config, self.objective.target.config
         config.target_fingerprint = self._target_fingerprint
@@ -358,7 +364,6 @@ class HyperDFlashTrainer(Trainer):
         elif (found := describe_earlier_run(Path(str(self.args.output_dir)))) and self.is_world_process_zero():
             logger.warning("%s has %s, which this run overwrites.", self.args.output_dir, found)
         self._check_metric()
-        self._check_disk_space()
         result = super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
         best_step = self.state.best_global_step if self.args.load_best_model_at_end else None
         self.measured = self._evaluated.get(best_step or self.state.global_step, {})
@@ -372,22 +377,6 @@ class HyperDFlashTrainer(Trainer):
         is_ours = is_ours and type(self).evaluate is HyperDFlashTrainer.evaluate
         if self.args.eval_strategy != "no" and is_ours and not others:
             check_metric(self.args.metric_for_best_model, generates)
-
-    def _check_disk_space(self) -> None:
-        """Refuse a disk without space for one checkpoint, or for the drafter if no checkpoints are written."""
-        model = cast(nn.Module, self.model)
-        is_saved_whole = isinstance(model, SavedDrafter)  # of an adapter only the trained weights
-        sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
-        saves_moments = self.args.optim in ("adamw_torch", "adamw_torch_fused") and not self.args.save_only_model
-        moments = 2 if saves_moments and self.args.save_strategy != SaveStrategy.NO else 0
-        needed = sum(size * ((is_saved_whole or trained) + moments * trained) for size, trained in sizes)
-        folder = self.args.output_dir
-        if self.args.should_save and (free := shutil.disk_usage(str(folder)).free) < needed:
-            raise ValueError(
-                f"`output_dir` is {folder!r}, where {free / 2**20:,.0f} MiB are free, expected at least "
-                f"{needed / 2**20:,.0f} MiB for {'a checkpoint' if moments else 'the drafter'}: make room there, or "
-                "choose another folder."
-            )
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -403,13 +392,13 @@ class HyperDFlashTrainer(Trainer):
             raise self._diverged(f"{bad[0]} is not finite")  # resuming from it would be useless
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
-            shutil.rmtree(folder, ignore_errors=True)  # an earlier run's of the same step, or half of one
+            remove_checkpoint(folder)  # an earlier run's of the same step, or half of one
         self.accelerator.wait_for_everyone()
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_checkpoint(folder)
             raise OSError(
                 f"Checkpoint {folder} could not be written ({error.__cause__ or error}) and was removed. Make room "
                 f"(or lower `save_total_limit`){self._advice()}."
@@ -424,18 +413,19 @@ class HyperDFlashTrainer(Trainer):
             return ""
 
     @cached_property
-    def _data_digest(self) -> DataDigest | None:
+    def _data_digest(self) -> Identity | None:
         return data_digest(self._train_rows)
 
-    def _run_identity(self) -> RunIdentity:
-        identity = run_identity(
-            self.args, self.drafter_config, self._drafter_kind, self._target_fingerprint, self.target.dtype
+    def _run_identity(self) -> Identity:
+        return run_identity(
+            self.args,
+            self.drafter_config,
+            self.max_length,
+            self._data_digest,
+            kind=self._drafter_kind,
+            target=self._target_fingerprint,
+            target_dtype=str(self.target.dtype),
         )
-        return {
-            "data": self._data_digest,
-            **identity,
-            "settings": {**identity["settings"], "max_length": self.max_length},
-        }
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

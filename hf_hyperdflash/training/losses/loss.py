@@ -260,7 +260,7 @@ def drafter_loss(
                 gradient += part
             else:
                 gradient[block, draft] = part
-        del inputs, found  # a table's gradient is as large as logits
+        del inputs, found, part  # a table's gradient is as large as logits
     loss = terms.ce_weight * cross_entropy + terms.kl_weight * kl
     loss = loss + terms.tv_weight * tv + terms.blind_weight * blind_cross_entropy
     if blind is not None and blind_gradient is not None:

@@ -70,11 +70,7 @@ class _Parser(HfArgumentParser):
 
 
 def parse(argv: list[str] | None, prog: str | None = None) -> tuple[ScriptArguments, HyperDFlashTrainingArguments]:
-    """Parse flags into arguments, with the defaults of the chosen stage.
-
-    Raises:
-        ValueError: If a flag is unknown, missing or does not fit.
-    """
+    """Parse flags into arguments, with the defaults of the chosen stage."""
     parser = make_parser(argv, prog)
     script, args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
@@ -154,11 +150,7 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
 
 def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     """Load an earlier stage's drafter in float32, which an optimizer needs, with the heads and the number of draft
-    positions of the flags. No weight depends on that number.
-
-    Raises:
-        ValueError: If it cannot be loaded, or cannot get those heads.
-    """
+    positions of the flags. No weight depends on that number."""
     torch.manual_seed(seed)
     drafter: Any = load_drafter(str(script.drafter), dtype=torch.float32)
     if getattr(drafter.config, "target_name_or_path", None) == "":  # other programs' files mostly do not say
@@ -241,11 +233,7 @@ def _kind(script: ScriptArguments) -> DrafterKind:
 
 
 def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
-    """Load training rows and held-out rows, each with its position in its file.
-
-    Raises:
-        ValueError: If they cannot be read, or are too few to hold some out.
-    """
+    """Load training rows and held-out rows, each with its position in its file."""
     parts = []
     for source in script.dataset or ():
         rows = load_rows(source, streaming=script.streaming)
@@ -280,11 +268,7 @@ def described(script: ScriptArguments) -> dict[str, object]:
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> None:
-    """Train as the flags say. Ctrl-C ends with a line that says how to resume.
-
-    Raises:
-        ValueError: If flags, data, drafter and target do not fit together.
-    """
+    """Train as the flags say. Ctrl-C ends with a line that says how to resume."""
     script, args = parse(argv, prog)
     try:
         with _quiet_output(args):

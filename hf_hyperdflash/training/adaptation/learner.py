@@ -27,22 +27,8 @@ _JUDGED = 48  # tokens of a row that weights are judged by
 
 
 class Learner:
-    """Takes training steps in float32 on a copy; the drafter itself stays as it is.
-
-    Args:
-        drafter: The drafter.
-        target: Its target, only read.
-        config: The settings, of which those of a step are read.
-
-    Raises:
-        ValueError: If the drafter cannot be trained for the target.
-
-    Attributes:
-        copy: What learns.
-        arms: Names of parameters: of the drafter's `"heads"` and of `"all"`.
-        layer_ids: Layers whose residual streams rows have.
-        steps_taken: How many steps it has taken.
-    """
+    """Takes training steps in float32 on a copy, whose parameters it names by arm: those of the drafter's `"heads"`
+    and `"all"`. The drafter itself and its target are only read. Rows have the residual streams of `layer_ids`."""
 
     def __init__(self, drafter: Any, target: PreTrainedModel, config: AdaptationConfig) -> None:
         if not isinstance(drafter, (BlockDrafter, UnrolledDrafter)):

@@ -37,19 +37,9 @@ CHUNK = 16  # batches of conversations with several turns that are answered toge
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """What shapes an answer. All but the batch size is written beside the answers (`answers.jsonl.settings`).
-
-    Attributes:
-        question_suffix: What is put after the question of question/answer rows.
-        max_prompt_length: Tokens; a longer prompt ends its conversation.
-        max_new_tokens: Most tokens of an answer.
-        temperature: 0 is greedy.
-        top_p: Of sampling.
-        thinking: Whether the target reasons first; stored as `reasoning_content`.
-        seed: Of sampling, and of the order of the batches.
-        dtype: As it was asked for, of the target.
-        batch_size: Prompts that are answered together, at most.
-    """
+    """What shapes an answer. All but the batch size is written beside the answers (`answers.jsonl.settings`). A
+    temperature of 0 is greedy, `dtype` is the target's as it was asked for, and the seed is that of sampling and of
+    the order of the batches."""
 
     question_suffix: str = ""
     max_prompt_length: int = 4096

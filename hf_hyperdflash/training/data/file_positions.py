@@ -41,14 +41,10 @@ def locating_errors(row: Mapping[str, Any], number: int) -> Iterator[None]:
 
 
 def read_rows(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON or JSON Lines file as they are.
+    """Yield the rows of a JSON or JSON Lines file as they are, or raise a `ValueError` with the line that is damaged.
 
     `datasets` takes a text for what it means in a column of several types: an answer "42" for a number. And it does
-    not say where a file is damaged.
-
-    Raises:
-        ValueError: With the line that is no JSON or no object.
-    """
+    not say where a file is damaged."""
     with open(path, "rb") as file:
         start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
         if not start:

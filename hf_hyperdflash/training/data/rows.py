@@ -83,17 +83,10 @@ _FIRST_ROWS = 1000  # of a stream: one of them has to be trainable
 
 
 def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dataset | IterableDataset:
-    """Load a dataset from a local file or directory, or by its Hub name.
-
-    Args:
-        source: A `.json`, `.jsonl` or `.parquet` file, a directory of such files or one that `save_to_disk` wrote, or
-            a Hub name, optionally with a configuration after a colon (`"openai/gsm8k:main"`).
-        split: The split. Single files have only one.
-        streaming: Read rows as they are used instead of converting all of them first.
-
-    Raises:
-        ValueError: If there is no such file, split or dataset, a file is damaged or empty, or the Hub is not reached.
-    """
+    """Load a dataset: a `.json`, `.jsonl` or `.parquet` file, a directory of such files or one that `save_to_disk`
+    wrote, or a Hub name, optionally with a configuration after a colon (`"openai/gsm8k:main"`). Single files have one
+    split. A stream reads rows as they are used. Raise a `ValueError` if there is no such file, split or dataset, a
+    file is damaged or empty, or the Hub is not reached."""
     # An extra: only training needs it.
     from datasets import DatasetDict, IterableDataset, load_dataset, load_dataset_builder, load_from_disk
 
@@ -242,13 +235,8 @@ def pack(lengths: list[int], max_length: int) -> list[list[int]]:
 
 
 def frequent_tokens(rows: Iterable[Mapping[str, Any]], count: int, vocab_size: int) -> torch.Tensor:
-    """Return the most frequent tokens of supervised text, `[count]`, ascending; of equally frequent ones the first.
-
-    Args:
-        rows: `input_ids` and `loss_mask`, as [`prepare_dataset`] returns them.
-        count: How many.
-        vocab_size: Of the target's vocabulary.
-    """
+    """Return the most frequent tokens of supervised text of rows as [`prepare_dataset`] returns them, `[count]`,
+    ascending; of equally frequent ones the first."""
     return count_tokens(rows, vocab_size).sort(descending=True, stable=True).indices[:count].sort().values
 
 
@@ -278,7 +266,8 @@ def prepare_dataset(
     positions: int | None = None,
     end_ids: Collection[int] | None = None,
 ) -> Dataset | IterableDataset:
-    """Turn conversations into training rows.
+    """Turn conversations into training rows: lists `input_ids`, `loss_mask` and `position_ids`, which count from 0 in
+    every document. A list becomes a map-style dataset.
 
     Skipped are conversations that cannot be read or that the chat template refuses, and rows without an anchor, two
     neighbouring supervised tokens of one document. How many, why and where the first is, how many were cut to
@@ -297,13 +286,8 @@ def prepare_dataset(
         positions: The target's: longer rows than these cannot be had.
         end_ids: As of [`encode_chat`].
 
-    Returns:
-        A dataset of the same kind (of a list, map-style) with lists `input_ids`, `loss_mask` and `position_ids`, which
-        count from 0 in every document. As many documents were kept as there are zeros among `position_ids`.
-
     Raises:
-        ValueError: If no row (of the first 1,000 of a stream) is left, or a tokenized row does not fit the arguments:
-            with its file and line, if [`add_file_positions`] has been there.
+        ValueError: If no row (of the first 1,000 of a stream) is left, or a tokenized row does not fit the arguments.
     """
     from datasets import Dataset, Features, IterableDataset, Sequence, Value
 

@@ -184,14 +184,8 @@ class BlockObjective:
         table: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
     ) -> DrafterLoss:
-        """Return the loss of a batch with anchors.
-
-        Args:
-            drafter: The drafter, wrapped for distributed training or not.
-            batch: After [`add_anchors`].
-            table: The drafter's `vocabulary_table`, whole.
-            counts: Of the whole optimizer step; default: of this batch.
-        """
+        """Return the loss of a batch with anchors, divided by the `counts` of a whole optimizer step or by its own.
+        The table is the drafter's `vocabulary_table`, whole."""
         return self.loss(self.run_drafter(drafter, batch), batch, table, counts)
 
     @torch.no_grad()
@@ -204,16 +198,8 @@ class BlockObjective:
         teacher_positions: int | None = None,
         at_once: int | None = None,
     ) -> Walk:
-        """Draft at each of some anchors, as generation does.
-
-        Args:
-            drafter: The drafter, wrapped for distributed training or not.
-            batch: Of [`collate`], with the residual.
-            anchors: `[batch, anchors]`, -1 for missing ones.
-            table: The drafter's `vocabulary_table`, whole.
-            teacher_positions: As of [`loss`]. Acceptance needs all draft positions.
-            at_once: Anchors of one pass of the drafter; all if `None`.
-        """
+        """Draft at each of some anchors, as generation does, `at_once` in one pass of the drafter. `teacher_positions`
+        are those of [`loss`]; acceptance needs all draft positions."""
         following = self._following(batch, anchors, self.config.max_draft_tokens + 1)
         labels = following[:, :, :-1].contiguous()
         batch = batch | {"anchors": anchors, "steps": self.steps(), "labels": labels}
@@ -272,16 +258,8 @@ class BlockObjective:
         counts: torch.Tensor | None = None,
         teacher_positions: int | None = None,
     ) -> DrafterLoss:
-        """Compute the loss of drafts.
-
-        Args:
-            drafted: Of [`run_drafter`].
-            batch: With `anchors`, `steps`, `labels` and `residual`.
-            table: The drafter's `vocabulary_table`, whole.
-            counts: Of the whole optimizer step; default: of these labels.
-            teacher_positions: How many draft positions have a teacher: `None` for what the terms of the loss need, 0
-                where only predictions are wanted.
-        """
+        """Compute the loss of drafts of [`run_drafter`]. `teacher_positions` is how many draft positions have a
+        teacher: `None` for what the terms of the loss need, 0 where only predictions are wanted."""
         if teacher_positions is None:
             teacher_positions = self.config.max_draft_tokens if self.trains_acceptance else self.kl_positions
         states, vectors, confidence, blind, _ = (None if part is None else part.flatten(0, 1) for part in drafted)

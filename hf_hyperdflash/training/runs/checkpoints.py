@@ -43,15 +43,8 @@ def newest_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
 
 
 def checkpoint_to_resume(wanted: str | Literal[True], output_dir: Path) -> tuple[Path, list[str]]:
-    """Return the checkpoint to resume from, and a line for every newer one that is skipped.
-
-    Args:
-        wanted: A checkpoint's folder, or `True` for the newest whole one.
-        output_dir: The run's.
-
-    Raises:
-        ValueError: If there is none, or the wanted one is not complete.
-    """
+    """Return the checkpoint to resume from, the `wanted` folder or the newest whole one (`True`), and a line for every
+    newer one that is skipped. Raise a `ValueError` if there is none, or the wanted one is not whole."""
     last, skipped = newest_complete(output_dir)
     if wanted is not True:
         if (reason := defect(Path(wanted))) is None:

@@ -41,13 +41,8 @@ class _ProgressLines(PlainBar):
 
 
 def progress_bar(*args: Any, disable: bool | None, **options: Any) -> PlainBar:
-    """Return tqdm's bar.
-
-    Args:
-        *args: tqdm's.
-        disable: `True` for no bar, `False` for one, `None` for one on a terminal and a line now and then elsewhere.
-        **options: tqdm's.
-    """
+    """Return tqdm's bar. `disable` is `True` for none, `False` for one, `None` for one on a terminal and a line now
+    and then elsewhere."""
     if disable is None and not sys.stderr.isatty():
         return _ProgressLines(*args, **options)
     return tqdm(*args, disable=disable, **options)

@@ -22,16 +22,9 @@ _SETTINGS = ("recipe", *next(iter(RECIPES.values())), "kl_temperature", "kl_teac
 def run_identity(
     args: HyperDFlashTrainingArguments, config: PreTrainedConfig, max_length: int, data: Identity | None, **facts: str
 ) -> Identity:
-    """Return what a checkpoint records of its run.
-
-    Args:
-        args: The run's arguments.
-        config: The drafter's configuration.
-        max_length: Longest row in tokens.
-        data: Of [`data_digest`].
-        **facts: `kind`, the drafter's class; `target`, its fingerprint as [`~fingerprint.short_fingerprint`] has it;
-            `target_dtype`, the number format that it is loaded in, which may round its weights.
-    """
+    """Return what a checkpoint records of its run. `facts` are the drafter's `kind`, its class; the `target`'s
+    fingerprint as [`~fingerprint.short_fingerprint`] has it; and `target_dtype`, the number format, which may round
+    its weights."""
     shape = {**config_fields(config), "num_hidden_layers": getattr(config, "num_hidden_layers", None)}
     settings = {**{name: getattr(args, name) for name in _SETTINGS}, "max_length": max_length}
     return json.loads(json.dumps({"data": data, **facts, "drafter": shape, "settings": settings}, default=str))
@@ -53,14 +46,8 @@ def data_digest(rows: Any) -> Identity | None:
 
 
 def check_same_run(checkpoint: Path, now: Identity) -> bool:
-    """Refuse a checkpoint of another run.
-
-    Returns:
-        Whether the checkpoint records its run; those of earlier releases do not.
-
-    Raises:
-        ValueError: Naming what differs.
-    """
+    """Raise a `ValueError` that names what differs if a checkpoint is of another run. Return whether the checkpoint
+    records its run; those of earlier releases do not."""
     if not (path := checkpoint / RUN_RECORD).is_file():
         return False
     then = json.loads(path.read_text(encoding="utf-8"))

@@ -106,8 +106,6 @@ class HyperDFlashTrainer(Trainer):
         self.args = args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
         if not isinstance(args, HyperDFlashTrainingArguments):
             raise ValueError(f"`args` is a {type(args).__name__}: pass HyperDFlashTrainingArguments.")
-        if "tokenizer" in kwargs:
-            raise ValueError("`tokenizer` is what older versions of the Trainer took: pass it as `processing_class`.")
         if processing_class is not None and not isinstance(processing_class, PreTrainedTokenizerBase):
             raise ValueError(
                 f"`processing_class` is a {type(processing_class).__name__}, expected the target's tokenizer: "
@@ -135,7 +133,13 @@ class HyperDFlashTrainer(Trainer):
         kwargs = {"data_collator": collate, **kwargs}
         kwargs["compute_metrics"] = kwargs.get("compute_metrics") or self._teacher_forced_metrics
         self._drafter_kind = type(model).__name__  # FSDP2 changes the class
-        self.max_length = _max_length(args, target)
+        self._positions: int | None = getattr(seen.config, "max_position_embeddings", None)  # that it is made for
+        if self._positions and (args.max_length or 0) > self._positions:
+            raise ValueError(
+                f"`max_length` is {args.max_length}, expected at most {self._positions}, the positions that the "
+                "target has (`max_position_embeddings`)."
+            )
+        self.max_length = args.max_length or min(MAX_LENGTH, self._positions or MAX_LENGTH)
         self.described: dict[str, object] = {}  # more entries for the record of the run
         self.measured: dict[str, float] = {}  # of the weights as they are now
         self._evaluated: dict[int, dict[str, float]] = {}  # by step
@@ -173,7 +177,7 @@ class HyperDFlashTrainer(Trainer):
                 max_length=self.max_length,
                 packing=packing,
                 vocab_size=vocab_size,
-                positions=_positions(self.target),
+                positions=self._positions,
                 end_ids=end_ids_of(self.target),
             )
         self._train_rows = rows if name == "train" else self._train_rows
@@ -226,7 +230,7 @@ class HyperDFlashTrainer(Trainer):
         inputs = {**inputs, "residual": self.residual(inputs)}
         terms = self.objective.step(model, inputs, self._table(model), torch.as_tensor(num_items_in_batch))
         if not torch.isfinite(terms.loss):
-            raise self._not_finite(terms.loss.item(), inputs["residual"])
+            raise self._diverged(f"The loss is {terms.loss.item()}", inputs["residual"])
         self._terms[:-1] += torch.stack([getattr(terms, name) for name in TERMS]).cpu()
         loss = terms.loss * self.accelerator.num_processes  # gradients are averaged over processes: make it a sum
         return (loss, terms) if return_outputs else loss
@@ -244,19 +248,11 @@ class HyperDFlashTrainer(Trainer):
         table = cast(Any, self.accelerator.unwrap_model(model, keep_torch_compile=False)).vocabulary_table
         return table.full_tensor(grad_placements=[Partial("avg")]) if isinstance(table, DTensor) else table
 
-    def _not_finite(self, loss: float, residual: torch.Tensor) -> ValueError:
-        if torch.isfinite(residual).all():
-            return self._diverged(f"The loss is {loss}")
-        return ValueError(
-            f"The loss is {loss} at step {self.state.global_step}: the target's residual is not finite. A float16 "
-            f"target overflows: load it in bfloat16{self._advice()}."
-        )
-
-    def _diverged(self, sign: str) -> ValueError:
-        return ValueError(
-            f"{sign} at step {self.state.global_step}: the drafter diverged. Lower `learning_rate`, now "
-            f"{self.args.learning_rate}, or warm up longer{self._advice()}."
-        )
+    def _diverged(self, sign: str, residual: torch.Tensor | None = None) -> ValueError:
+        cause = f"the drafter diverged. Lower `learning_rate`, now {self.args.learning_rate}, or warm up longer"
+        if residual is not None and not torch.isfinite(residual).all():
+            cause = "the target's residual is not finite. A float16 target overflows: load it in bfloat16"
+        return ValueError(f"{sign} at step {self.state.global_step}: {cause}{self._advice()}.")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and add the means of the loss's terms over the steps since the last log."""
@@ -478,12 +474,10 @@ class HyperDFlashTrainer(Trainer):
         revision: str | None = None,
         **kwargs: Any,
     ) -> CommitInfo | Future[CommitInfo] | None:
-        """Upload the drafter or adapter that `output_dir` holds, its code and its card, as one commit.
+        """Upload the drafter or adapter that `output_dir` holds, its code and its card, as one commit, and return it: a
+        `Future` of it if `blocking` is `False`, `None` on all processes but the first.
 
         Nothing else there is uploaded: no features, no checkpoints, no pickles.
-
-        Returns:
-            The commit; a `Future` of it if `blocking` is `False`; `None` on all processes but the first.
         """
         if not self.is_world_process_zero():
             return None
@@ -566,21 +560,6 @@ class HyperDFlashTrainer(Trainer):
                 allow_patterns=drafter_files(folder),
                 run_as_future=run_as_future,
             )
-
-
-def _positions(target: PreTrainedModel) -> int | None:
-    """Return the number of positions that the target is made for."""
-    return getattr(target_of(target).config, "max_position_embeddings", None)
-
-
-def _max_length(args: HyperDFlashTrainingArguments, target: PreTrainedModel) -> int:
-    positions = _positions(target) or args.max_length or MAX_LENGTH
-    if (args.max_length or 0) > positions:
-        raise ValueError(
-            f"`max_length` is {args.max_length}, expected at most {positions}, the positions that the target has "
-            "(`max_position_embeddings`)."
-        )
-    return args.max_length or min(MAX_LENGTH, positions)
 
 
 def _check_trainable(

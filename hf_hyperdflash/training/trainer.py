@@ -474,8 +474,8 @@ class HyperDFlashTrainer(Trainer):
         revision: str | None = None,
         **kwargs: Any,
     ) -> CommitInfo | Future[CommitInfo] | None:
-        """Upload the drafter or adapter that `output_dir` holds, its code and its card, and return the commit: a `Future`
-        if `blocking` is `False`, `None` on all processes but the first.
+        """Upload the drafter or adapter that `output_dir` holds, its code and its card, and return the commit: a
+        `Future` if `blocking` is `False`, `None` on all processes but the first.
 
         Nothing else there is uploaded: no features, no checkpoints, no pickles.
         """

@@ -56,7 +56,7 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
             if not text.strip():
                 continue
             try:
-                found = json.loads(text.decode("utf-8-sig"))
+                found = json.loads(text.decode("utf-8-sig").rstrip())
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, number + text[: error.start].count(b"\n")) from error
             except json.JSONDecodeError as error:

@@ -255,12 +255,12 @@ def drafter_loss(
             acceptance[block, draft] = found.acceptance.to(acceptance)
         predicted = found.predictions[:, 0].to(predictions)
         predictions[block, draft] = predicted if head.draft_ids is None else head.draft_ids.to(predicted)[predicted]
-        for (name, gradient), part in zip(gradients.items(), found.gradients):
+        for i, (name, gradient) in enumerate(gradients.items()):
             if name == "table":
-                gradient += part
+                gradient += found.gradients[i]
             else:
-                gradient[block, draft] = part
-        del inputs, found, part  # a table's gradient is as large as logits
+                gradient[block, draft] = found.gradients[i]
+        del inputs, found  # no name may hold a table's gradient, which is as large as logits
     loss = terms.ce_weight * cross_entropy + terms.kl_weight * kl
     loss = loss + terms.tv_weight * tv + terms.blind_weight * blind_cross_entropy
     if blind is not None and blind_gradient is not None:

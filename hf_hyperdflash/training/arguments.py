@@ -76,7 +76,13 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
             self.ddp_find_unused_parameters = False  # a step uses every parameter of a drafter
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # useless on a CPU, with a warning of PyTorch at every epoch
-        self._apply_recipe()
+        self._check_choice("recipe")
+        recipe = RECIPES[self.recipe]
+        self.set_by_user = {name for name in recipe if getattr(self, name) is not None}
+        for name in recipe.keys() - self.set_by_user:
+            setattr(self, name, recipe[name])
+        if self.loss_decay == math.inf:
+            self.loss_decay = None
         accelerator: Any = self.accelerator_config  # an AcceleratorConfig by now
         if accelerator.dispatch_batches is None:
             accelerator.dispatch_batches = False  # rows of a streamed dataset differ in length
@@ -119,12 +125,3 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
         allowed = self.__dataclass_fields__[name].metadata["choices"]
         if getattr(self, name) not in allowed:
             raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {allowed}.")
-
-    def _apply_recipe(self) -> None:
-        self._check_choice("recipe")
-        recipe = RECIPES[self.recipe]
-        self.set_by_user = {name for name in recipe if getattr(self, name) is not None}
-        for name in recipe.keys() - self.set_by_user:
-            setattr(self, name, recipe[name])
-        if self.loss_decay == math.inf:
-            self.loss_decay = None

@@ -164,11 +164,6 @@ class WrittenAnswers:
     def __init__(self, path: Path, settings: Mapping[str, str | float | None]) -> None:
         self.path, self.settings = path, settings
         self.beside = path.with_name(f"{path.name}.settings")  # a suffix that nobody reads as rows
-        self._check_settings()
-        self.answers = self._read()
-        self.cut = [answers[-1][1] for answers in self.answers.values()]
-
-    def _check_settings(self) -> None:
         is_there = self.beside.exists() and self.path.exists()
         then = json.loads(self.beside.read_text(encoding="utf-8")) if is_there else {}
         changed = sorted(name for name in then.keys() & self.settings.keys() if then[name] != self.settings[name])
@@ -179,6 +174,8 @@ class WrittenAnswers:
             raise ValueError(
                 f"{self.path} has answers of other settings: {differ}. Name another --output, or delete that one."
             )
+        self.answers = self._read()
+        self.cut = [answers[-1][1] for answers in self.answers.values()]
 
     def _read(self) -> dict[str, list[Answer]]:
         """Return messages by conversation. The unfinished last line of a killed run is removed."""
@@ -209,7 +206,9 @@ class WrittenAnswers:
         """Answer the conversations that have no answer yet, and write each line at once."""
         waiting = {conversation.prompt_id for conversation in asked} - self.answers.keys()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.beside.write_text(json.dumps(self.settings, indent=1))
+        unfinished = self.beside.with_name(f"{self.beside.name}.tmp")  # a kill leaves the settings whole
+        unfinished.write_text(json.dumps(self.settings, indent=1))
+        os.replace(unfinished, self.beside)
         bar = {"total": len(asked), "initial": len(asked) - len(waiting), "smoothing": 0}  # its end by the mean
         with self.path.open("a") as file, tqdm(**bar, desc="answering", unit="prompt") as progress:
             for chunk in _chunks(asked, target, how):

@@ -154,12 +154,16 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         path, family = _folder(directory), target_of(target)
         identity: Identity = {
             "target": _describe_target(target),
-            "tokenizer": None if tokenizer is None else _describe_tokenizer(tokenizer),
+            "tokenizer": None,
             "dtype": dtype,
             "target_layer_ids": list(target_layer_ids),
             "hc_mult": family.streams,
             "hidden_size": family.config.hidden_size,
         }
+        if tokenizer is not None:
+            vocabulary = [f"{token} {number}" for token, number in sorted(tokenizer.get_vocab().items())]
+            digests = {"vocabulary": _sha256(vocabulary), "template": _sha256([str(tokenizer.chat_template)])}
+            identity["tokenizer"] = digests
         writer = _Writer(path, rows, target, identity, batch_size, shard_size)
         if not writer.list_path.exists() or writer.missing():
             path.mkdir(parents=True, exist_ok=True)
@@ -379,12 +383,6 @@ def _describe_target(target: PreTrainedModel) -> Identity:
         "body": digests["body"],
         "config": config_fields(config),  # not their digest, so that errors can name what differs
     }
-
-
-def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Identity:
-    """Return digests of the vocabulary and the chat template."""
-    vocabulary = [f"{token} {number}" for token, number in sorted(tokenizer.get_vocab().items())]
-    return {"vocabulary": _sha256(vocabulary), "template": _sha256([str(tokenizer.chat_template)])}
 
 
 def _key(identity: Identity) -> str:

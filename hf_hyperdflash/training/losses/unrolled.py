@@ -80,7 +80,12 @@ class UnrolledObjective(BlockObjective):
             before = right.unflatten(-1, (-1, size)).long().cumprod(-1)[..., :-1]
             valid = nn.functional.pad(before, (1, 0), value=1).bool().flatten(-2)
             counted = labels.masked_fill(~valid, IGNORE_INDEX)
-            counts = None if counts is None else counts * self._counted_share(counted, labels)
+            if counts is not None:  # the share that is left on this process: that of the whole step is not known yet
+                left, all_ = (
+                    loss_counts(each.flatten(0, 1), self.kl_positions, self.terms.position_weights).to(counts)
+                    for each in (counted, labels)
+                )
+                counts = counts * torch.where(all_ > 0, left / all_.clamp(min=1e-9), 0.0)
         terms = super().loss(drafted, batch | {"labels": counted}, table, counts, teacher_positions)
         if ranks is None:
             return terms
@@ -106,14 +111,6 @@ class UnrolledObjective(BlockObjective):
             rank_terms = rank_classes(logits, tokens.clamp(min=0))
             classes[index] = rank_terms.masked_fill(tokens < 0, RANK_CLASSES - 1)
         return right, classes
-
-    def _counted_share(self, counted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the share of each count that is left on this process: that of the whole step is not known yet."""
-        left, all_ = (
-            loss_counts(each.flatten(0, 1), self.kl_positions, self.terms.position_weights).to(labels.device)
-            for each in (counted, labels)
-        )
-        return torch.where(all_ > 0, left / all_.clamp(min=1e-9), 0.0)
 
 
 def make_objective(drafter: Any, target: Target, args: LossSettings) -> BlockObjective:

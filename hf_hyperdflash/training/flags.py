@@ -284,7 +284,7 @@ def help_text(prog: str) -> str:
     return "\n".join([*parts, "", THEIRS.format(set_here=set_here)])
 
 
-def _entry(flag: Field[Any]) -> str:
+def _entry(flag: Field[object]) -> str:
     """Return the lines of a flag in the help."""
     first, second = (getattr(stage, flag.name, None) for stage in STAGES.values())
     shown = _shown(flag.default if first is None else first)

@@ -347,8 +347,11 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if script.eval_prompts:
         prompts = encode_prompts(tokenizer, held_out, at_most=script.eval_prompts)
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
-    rows, count = trainer.train_dataset, len(cast(Any, trainer.eval_dataset))  # without those that were skipped
-    amount = f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream"
+    rows: Any = trainer.train_dataset  # without those that were skipped
+    amount, count = (
+        f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream",
+        len(cast(Any, trainer.eval_dataset)),
+    )
     of = f"of {script.eval_dataset}" if script.eval_dataset else f"by `--eval_rows {script.eval_rows}`"
     _print_status(
         args,

@@ -195,8 +195,14 @@ class HyperDFlashTrainer(Trainer):
         directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
         with args.main_process_first(local=False, desc="writing features"):
             if args.process_index == 0:
-                how: dict[str, Any] = {"dtype": args.feature_dtype, "tokenizer": self._tokenizer}
-                return FeatureCache.write(directory, rows, self.target, target_layer_ids=layers, **how)
+                return FeatureCache.write(
+                    directory,
+                    rows,
+                    self.target,
+                    dtype=args.feature_dtype,
+                    target_layer_ids=layers,
+                    tokenizer=self._tokenizer,
+                )
             return FeatureCache(directory, self.target).select_layers(layers)
 
     # One training step

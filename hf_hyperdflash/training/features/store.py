@@ -87,11 +87,11 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         if not lists:
             raise ValueError(f"No feature cache in {directory}: write one with `FeatureCache.write`.")
         self.identity: Identity = lists[0][0]
-        _check_identity(directory, self.identity, target=target)
+        _check_identity(directory, self.identity, {"target": target})
         self.parts: list[Part] = []
         for identity, parts in lists:
-            _check_identity(directory, self.identity, **identity)
-            _check_identity(directory, identity, **self.identity)
+            _check_identity(directory, self.identity, identity)
+            _check_identity(directory, identity, self.identity)
             seen = set(self.parts)  # rows that two lists have are there once
             self.parts += [part for part in parts if part not in seen]
         if missing := [part for part in self.parts if not _is_whole(directory, part, self.identity)]:
@@ -109,7 +109,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         Raises:
             ValueError: If one of them is not stored.
         """
-        _check_identity(self.directory, self.identity, target_layer_ids=target_layer_ids)
+        _check_identity(self.directory, self.identity, {"target_layer_ids": target_layer_ids})
         chosen = copy.copy(self)
         chosen.target_layer_ids = list(target_layer_ids)
         return chosen
@@ -237,7 +237,7 @@ class _Writer:
             digests.append(hashlib.sha256(b"".join(column.numpy().tobytes() for column in row.values())).hexdigest())
         there = _read_lists(directory)
         for known, _ in there:
-            _check_identity(directory, known, **identity)
+            _check_identity(directory, known, identity)
             self.identity = known  # which may have more layers
         written = {part for _, parts in there for part in parts}
         self.parts = self._plan(lengths, digests, written, shard_size)
@@ -375,13 +375,12 @@ def _sha256(texts: Sequence[str]) -> str:
 
 def _describe_target(target: PreTrainedModel) -> Identity:
     digests = target_fingerprint(target)  # raises if it is no target
-    config: Any = target.config
     return {
-        "repository": config._name_or_path,
-        "revision": getattr(config, "_commit_hash", None),  # of the Hub's
+        "repository": target.config._name_or_path,
+        "revision": getattr(target.config, "_commit_hash", None),  # of the Hub's
         "head": digests["head"],
         "body": digests["body"],
-        "config": config_fields(config),  # not their digest, so that errors can name what differs
+        "config": config_fields(target.config),  # not their digest, so that errors can name what differs
     }
 
 
@@ -463,7 +462,7 @@ def _read_lists(directory: Path) -> list[tuple[Identity, list[Part]]]:
     return found
 
 
-def _check_identity(directory: Path, there: Identity, **here: Any) -> None:
+def _check_identity(directory: Path, there: Identity, here: Identity) -> None:
     """Refuse a cache whose identity differs in one of the given fields; more layers than are needed are no
     difference."""
     here = {**there, **here}

@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_hyperdflash.benchmark.runner import hardware
-from hf_hyperdflash.training.losses.loss import drafter_loss
+from hf_hyperdflash.drafters.parts.heads import HeadOutput
+from hf_hyperdflash.training.losses.loss import DraftHead, LossTerms, drafter_loss
 
 KL_WEIGHT, KL_TEMPERATURE, TV_WEIGHT = 0.15, 1.0, 1.0
 UNCHUNKED = 0
@@ -71,12 +72,13 @@ def forward_backward(
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + KL_WEIGHT * kl
     else:
         options = {"kl_weight": KL_WEIGHT, "kl_temperature": KL_TEMPERATURE, "chunk_size": arguments.measure}
+        drafted, draft_head = HeadOutput(hidden), DraftHead(head)
         if arguments.terms:
             distilled = teacher
             options |= {"kl_positions": arguments.kl_positions, "tv_weight": TV_WEIGHT}
         if arguments.terms.endswith("table"):
-            options |= {"vectors": vectors, "table": table}
-        loss = drafter_loss(hidden, labels, distilled, head=head, **options).loss
+            drafted, draft_head = HeadOutput(hidden, vectors), DraftHead(head, table)
+        loss = drafter_loss(drafted, labels, distilled, LossTerms(**options), draft_head).loss
     loss.backward()
     return loss.detach()
 

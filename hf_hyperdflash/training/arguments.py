@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
-from .features.store import FEATURE_DTYPES
+from .flags import RECIPES, TrainingFlags
 
-KL_TEACHERS = ("hc_head", "mean_pool")
-FEATURE_SOURCES = ("online", "cached")
-# Complete settings of the loss. A recipe sets the fields that the user did not set.
-RECIPES: dict[str, dict[str, Any]] = {
-    "hyperdflash": {  # the paper's
-        "ce_weight": 1.0, "kl_weight": 0.15, "kl_positions": 2, "tv_weight": 0.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": None, "rank_weight": 1.0, "valid_prefix": False,
-    },
-    "dspark": {  # theirs: 0.1 cross-entropy + 0.9 L1 + 1.0 confidence; L1 is twice the total variation
-        "ce_weight": 0.1, "kl_weight": 0.0, "kl_positions": 2, "tv_weight": 1.8, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.0, "rank_weight": 1.0, "valid_prefix": False,
-    },
-    "ours": {
-        "ce_weight": 1.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 1.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.0, "rank_weight": 1.0, "valid_prefix": False,
-    },
-    "eagle3": {  # its paper's: distillation alone, 0.8 of the weight with each further step
-        "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 0.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.48, "rank_weight": 1.0, "valid_prefix": False,
-    },
-    "specblock": {  # its paper's
-        "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 0.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.48, "rank_weight": 1.0, "valid_prefix": True,
-    },
-}  # fmt: skip
 LOSS_WEIGHTS = ("ce_weight", "kl_weight", "tv_weight", "confidence_weight", "blind_weight")
 MAX_LENGTH = 4096  # the default for targets with at least as many positions
 _MINIMA = {  # of whole numbers
@@ -49,7 +24,7 @@ _UNLISTED = ("azure_ml", "flyte")  # reporters that transformers may not list as
 
 
 @dataclass
-class HyperDFlashTrainingArguments(TrainingArguments):
+class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
     r"""Arguments of [`HyperDFlashTrainer`]: all of [`~transformers.TrainingArguments`] and the following.
 
     Args:
@@ -95,81 +70,19 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         ValueError: If a field is out of range, or a reporter is not installed.
     """
 
-    learning_rate: float = field(default=8e-4, metadata={"help": "Peak learning rate (the paper's stage 1)."})
-    remove_unused_columns: bool = field(
-        default=False, metadata={"help": "The trainer needs the loss mask and positions: leave it off."}
-    )
-    recipe: str = field(
-        default="hyperdflash",
-        metadata={
-            "help": "The loss where nothing else is said: hyperdflash (the paper's), dspark, ours, eagle3, specblock.",
-            "choices": tuple(RECIPES),
-        },
-    )
-    ce_weight: float | None = field(
-        default=None, metadata={"help": "Weight of the cross-entropy, 0 or more; unset for the recipe's."}
-    )
-    kl_weight: float | None = field(
-        default=None,
-        metadata={"help": "Weight of the distillation term (Eq. 3; the paper: 0.1 to 0.2); unset for the recipe's."},
-    )
-    kl_positions: int | None = field(
-        default=None, metadata={"help": "Draft positions that are distilled (Eq. 2); unset for the recipe's."}
-    )
-    tv_weight: float | None = field(
-        default=None,
-        metadata={"help": "Weight of the drafts' probability to be rejected, 0 or more; unset for the recipe's."},
-    )
-    confidence_weight: float | None = field(
-        default=None, metadata={"help": "Weight of a confidence head's loss, 0 or more; unset for the recipe's."}
-    )
-    blind_weight: float | None = field(
-        default=None,
-        metadata={
-            "help": "Weight of the block's own cross-entropy, where a head chooses among its best tokens; unset for "
-            "the recipe's."
-        },
-    )
-    loss_decay: float | None = field(
-        default=None,
-        metadata={
-            "help": "Weight position k by exp(-(k-1)/loss_decay), inf for equal weights; unset for the recipe's."
-        },
-    )
-    rank_weight: float | None = field(
-        default=None, metadata={"help": "Weight of a rank head's loss, 0 or more; unset for the recipe's."}
-    )
-    valid_prefix: bool | None = field(
-        default=None,
-        metadata={"help": "Let a draft count only where those before it are right; unset for the recipe's."},
-    )
-    kl_temperature: float = field(default=1.0, metadata={"help": "Temperature of the distillation (Eq. 2)."})
-    kl_teacher: str = field(
-        default="hc_head", metadata={"help": "hc_head (exact) or mean_pool (the paper's)", "choices": KL_TEACHERS}
-    )
-    num_anchors: int = field(default=512, metadata={"help": "Most blocks per row and step."})
-    loss_chunk_size: int = field(default=256, metadata={"help": "Draft positions with logits in memory at once."})
-    feature_source: str = field(
-        default="online", metadata={"help": "Run the target in every step, or once.", "choices": FEATURE_SOURCES}
-    )
-    feature_cache_dir: str | None = field(
-        default=None, metadata={"help": "Directory of cached features; <output_dir>/_features by default."}
-    )
-    feature_dtype: str = field(
-        default="bfloat16", metadata={"help": "Number format of cached features.", "choices": tuple(FEATURE_DTYPES)}
-    )
-    max_length: int | None = field(
-        default=None, metadata={"help": "Longest row in tokens; unset for 4096, or the target's positions if fewer."}
-    )
-    packing: bool = field(default=False, metadata={"help": "Lay several conversations in one row."})
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # a step uses every parameter of a drafter
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # useless on a CPU, with a warning of PyTorch at every epoch
-        self._apply_recipe()
+        self._check_choice("recipe")
+        recipe = RECIPES[self.recipe]
+        self.set_by_user = {name for name in recipe if getattr(self, name) is not None}
+        for name in recipe.keys() - self.set_by_user:
+            setattr(self, name, recipe[name])
+        if self.loss_decay == math.inf:
+            self.loss_decay = None
         accelerator: Any = self.accelerator_config  # an AcceleratorConfig by now
         if accelerator.dispatch_batches is None:
             accelerator.dispatch_batches = False  # rows of a streamed dataset differ in length
@@ -212,12 +125,3 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         allowed = self.__dataclass_fields__[name].metadata["choices"]
         if getattr(self, name) not in allowed:
             raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {allowed}.")
-
-    def _apply_recipe(self) -> None:
-        self._check_choice("recipe")
-        recipe = RECIPES[self.recipe]
-        self.set_by_user = {name for name in recipe if getattr(self, name) is not None}
-        for name in recipe.keys() - self.set_by_user:
-            setattr(self, name, recipe[name])
-        if self.loss_decay == math.inf:
-            self.loss_decay = None

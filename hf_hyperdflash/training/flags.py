@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, TypeVar
 
 from ..hub.kinds import KINDS
 
 _T = TypeVar("_T")
-_Default = str | int | float | list[str] | list[int] | None
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,79 @@ _MINIMA = {
 }  # fmt: skip
 
 
-def _flag(default: _T, help: str, **choices: list[_T]) -> _T:
+def _flag(default: _T, help: str, **choices: Sequence[object]) -> _T:
     return field(default=default, metadata={"help": help, **choices})
+
+
+# Complete settings of the loss. A recipe sets the fields that the user did not set.
+RECIPES: dict[str, dict[str, Any]] = {
+    "hyperdflash": {  # the paper's
+        "ce_weight": 1.0, "kl_weight": 0.15, "kl_positions": 2, "tv_weight": 0.0, "confidence_weight": 1.0,
+        "blind_weight": 0.1, "loss_decay": None, "rank_weight": 1.0, "valid_prefix": False,
+    },
+    "dspark": {  # theirs: 0.1 cross-entropy + 0.9 L1 + 1.0 confidence; L1 is twice the total variation
+        "ce_weight": 0.1, "kl_weight": 0.0, "kl_positions": 2, "tv_weight": 1.8, "confidence_weight": 1.0,
+        "blind_weight": 0.1, "loss_decay": 4.0, "rank_weight": 1.0, "valid_prefix": False,
+    },
+    "ours": {
+        "ce_weight": 1.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 1.0, "confidence_weight": 1.0,
+        "blind_weight": 0.1, "loss_decay": 4.0, "rank_weight": 1.0, "valid_prefix": False,
+    },
+    "eagle3": {  # its paper's: distillation alone, 0.8 of the weight with each further step
+        "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 0.0, "confidence_weight": 1.0,
+        "blind_weight": 0.1, "loss_decay": 4.48, "rank_weight": 1.0, "valid_prefix": False,
+    },
+    "specblock": {  # its paper's
+        "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 0.0, "confidence_weight": 1.0,
+        "blind_weight": 0.1, "loss_decay": 4.48, "rank_weight": 1.0, "valid_prefix": True,
+    },
+}  # fmt: skip
+
+
+@dataclass
+class TrainingFlags:
+    """The trainer's own arguments beside transformers', see [`HyperDFlashTrainingArguments`]."""
+
+    learning_rate: float = _flag(8e-4, "Peak learning rate (the paper's stage 1).")
+    remove_unused_columns: bool = _flag(False, "The trainer needs the loss mask and positions: leave it off.")
+    recipe: str = _flag(
+        "hyperdflash",
+        "The loss where nothing else is said: hyperdflash (the paper's), dspark, ours, eagle3, specblock.",
+        choices=tuple(RECIPES),
+    )
+    ce_weight: float | None = _flag(None, "Weight of the cross-entropy, 0 or more; unset for the recipe's.")
+    kl_weight: float | None = _flag(
+        None, "Weight of the distillation term (Eq. 3; the paper: 0.1 to 0.2); unset for the recipe's."
+    )
+    kl_positions: int | None = _flag(None, "Draft positions that are distilled (Eq. 2); unset for the recipe's.")
+    tv_weight: float | None = _flag(
+        None, "Weight of the drafts' probability to be rejected, 0 or more; unset for the recipe's."
+    )
+    confidence_weight: float | None = _flag(
+        None, "Weight of a confidence head's loss, 0 or more; unset for the recipe's."
+    )
+    blind_weight: float | None = _flag(
+        None,
+        "Weight of the block's own cross-entropy, where a head chooses among its best tokens; unset for the recipe's.",
+    )
+    loss_decay: float | None = _flag(
+        None, "Weight position k by exp(-(k-1)/loss_decay), inf for equal weights; unset for the recipe's."
+    )
+    rank_weight: float | None = _flag(None, "Weight of a rank head's loss, 0 or more; unset for the recipe's.")
+    valid_prefix: bool | None = _flag(
+        None, "Let a draft count only where those before it are right; unset for the recipe's."
+    )
+    kl_temperature: float = _flag(1.0, "Temperature of the distillation (Eq. 2).")
+    kl_teacher: str = _flag("hc_head", "hc_head (exact) or mean_pool (the paper's)", choices=("hc_head", "mean_pool"))
+    num_anchors: int = _flag(512, "Most blocks per row and step.")
+    loss_chunk_size: int = _flag(256, "Draft positions with logits in memory at once.")
+    feature_source: str = _flag("online", "Run the target in every step, or once.", choices=("online", "cached"))
+    feature_cache_dir: str | None = _flag(None, "Directory of cached features; <output_dir>/_features by default.")
+    feature_dtype: str = _flag(
+        "bfloat16", "Number format of cached features.", choices=("float32", "bfloat16", "float8")
+    )
+    max_length: int | None = _flag(None, "Longest row in tokens; unset for 4096, or the target's positions if fewer.")
+    packing: bool = _flag(False, "Lay several conversations in one row.")
 
 
 @dataclass
@@ -206,65 +274,27 @@ but for
 """
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A flag in the help, with its default as it is shown."""
-
-    name: str
-    default: str
-    help: str
-
-    def __str__(self) -> str:
-        first, second = (getattr(stage, self.name, None) for stage in STAGES.values())
-        shown = self.default if first is None else _shown(first)
-        if second != first:
-            shown += f" (stage 2: {_shown(second)})"
-        text = textwrap.fill(self.help, min(shutil.get_terminal_size().columns, 120) - 8)
-        return f"  --{self.name} {shown}".rstrip() + "\n" + textwrap.indent(text, " " * 8)
-
-
 def help_text(prog: str) -> str:
     """Return the help: our flags with their defaults, those of stage 1 where the stages differ, and how to see
     transformers' own."""
-    parts = [INTRODUCTION.format(prog=prog), "", "The run:"]
-    for part in fields(ScriptArguments):
-        default = "" if part.default is MISSING else _shown(part.default)
-        parts.append(str(_Entry(part.name, default, part.metadata["help"])))
-    source = Path(__file__).with_name("arguments.py")  # to import it takes PyTorch
-    parts += ["", "Training a drafter:", *map(str, _entries_in(source, "HyperDFlashTrainingArguments"))]
+    parts = [INTRODUCTION.format(prog=prog), "", "The run:", *map(_entry, fields(ScriptArguments))]
+    parts += ["", "Training a drafter:", *map(_entry, fields(TrainingFlags))]
     of_both = [part for part in fields(Stage) if part.default is not MISSING]
     set_here = "\n".join(f"  --{part.name} {part.default}" for part in of_both)
     return "\n".join([*parts, "", THEIRS.format(set_here=set_here)])
 
 
-def _shown(default: _Default) -> str:
+def _entry(flag: Field[object]) -> str:
+    """Return the lines of a flag in the help."""
+    first, second = (getattr(stage, flag.name, None) for stage in STAGES.values())
+    shown = _shown(flag.default if first is None else first)
+    if second != first:
+        shown += f" (stage 2: {_shown(second)})"
+    text = textwrap.fill(flag.metadata["help"].replace("%%", "%"), min(shutil.get_terminal_size().columns, 120) - 8)
+    return f"  --{flag.name} {shown}".rstrip() + "\n" + textwrap.indent(text, " " * 8)
+
+
+def _shown(default: object) -> str:
     if isinstance(default, list):
         return " ".join(map(str, default))
     return str(default) if isinstance(default, (str, int, float)) else ""
-
-
-def _entries_in(source: Path, name: str) -> Iterator[_Entry]:
-    """Yield the fields of a dataclass, as its source has them."""
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    for node in body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
-            given = {keyword.arg: keyword.value for keyword in node.value.keywords}
-            if "init" not in given:
-                default = given.get("default", ast.Constant(None))
-                yield _Entry(ast.unparse(node.target), _written(default), _help_in(given.get("metadata")))
-
-
-def _help_in(metadata: ast.expr | None) -> str:
-    """Return a field's help, with `%` as argparse shows it."""
-    if not isinstance(metadata, ast.Dict):
-        return ""
-    words = [value for key, value in zip(metadata.keys, metadata.values) if key and ast.unparse(key) == "'help'"]
-    return "".join(map(ast.literal_eval, words)).replace("%%", "%")
-
-
-def _written(default: ast.expr) -> str:
-    try:
-        return _shown(ast.literal_eval(default))
-    except ValueError:  # an expression
-        return ast.unparse(default)

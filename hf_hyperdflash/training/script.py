@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -70,11 +69,7 @@ class _Parser(HfArgumentParser):
 
 
 def parse(argv: list[str] | None, prog: str | None = None) -> tuple[ScriptArguments, HyperDFlashTrainingArguments]:
-    """Parse flags into arguments, with the defaults of the chosen stage.
-
-    Raises:
-        ValueError: If a flag is unknown, missing or does not fit.
-    """
+    """Parse flags into arguments, with the defaults of the chosen stage."""
     parser = make_parser(argv, prog)
     script, args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
@@ -154,11 +149,7 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
 
 def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     """Load an earlier stage's drafter in float32, which an optimizer needs, with the heads and the number of draft
-    positions of the flags. No weight depends on that number.
-
-    Raises:
-        ValueError: If it cannot be loaded, or cannot get those heads.
-    """
+    positions of the flags. No weight depends on that number."""
     torch.manual_seed(seed)
     drafter: Any = load_drafter(str(script.drafter), dtype=torch.float32)
     if getattr(drafter.config, "target_name_or_path", None) == "":  # other programs' files mostly do not say
@@ -195,30 +186,12 @@ def new_drafter(script: ScriptArguments, target: PreTrainedModel, tokenizer: Pre
     )
 
 
-@dataclass
-class _Vocabulary:
-    """What the answers of a run are made of, for a draft vocabulary that nobody has asked for."""
-
-    rows: Dataset | IterableDataset  # of training, tokenized
-    counts: torch.Tensor  # of their tokens
-    held_out: torch.Tensor
-
-    def describe(self, drafted: torch.Tensor) -> str:
-        """Say which part of both texts can be drafted."""
-        shares = (counts[drafted.to(counts.device)].sum() / counts.sum() for counts in (self.counts, self.held_out))
-        trained, held_out = (f"{100 * float(share):.1f} %" for share in shares)
-        return (
-            f"The drafter drafts {len(drafted):,} of {len(self.counts):,} tokens, {trained} of the answers and "
-            f"{held_out} of those held out, because its LM head over all would cost more than its layers. Other text "
-            "has fewer of them; `--draft_vocab_size 0` drafts all."
-        )
-
-
 def _token_counts(
     script: ScriptArguments, args: HyperDFlashTrainingArguments, target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase, train: Dataset, held_out: Dataset,
-) -> _Vocabulary | None:  # fmt: skip
-    """Count the tokens of a run's answers if a new drafter needs a draft vocabulary, and none is asked for."""
+) -> tuple[Dataset | IterableDataset, list[torch.Tensor]] | None:  # fmt: skip
+    """Return the tokenized rows of training, and how often their answers and the held-out ones have each token, if a
+    new drafter needs a draft vocabulary and none is asked for."""
     own = target_of(target).config
     usual = cast(type[DrafterConfig], _kind(script).config)
     layers = script.layers or usual.num_hidden_layers
@@ -232,8 +205,18 @@ def _token_counts(
     length = args.max_length or min(MAX_LENGTH, getattr(own, "max_position_embeddings", MAX_LENGTH))
     how: dict[str, Any] = {"max_length": length, "vocab_size": own.vocab_size, "end_ids": end_ids_of(target)}
     tokenized = [prepare_dataset(rows, tokenizer, **how) for rows in (train, held_out)]
-    counts = [count_tokens(rows, own.vocab_size) for rows in tokenized]
-    return _Vocabulary(tokenized[0], *counts)
+    return tokenized[0], [count_tokens(rows, own.vocab_size) for rows in tokenized]
+
+
+def _describe_vocabulary(drafted: torch.Tensor, counts: list[torch.Tensor]) -> str:
+    """Say which part of the training's and of the held-out answers can be drafted."""
+    shares = (each[drafted.to(each.device)].sum() / each.sum() for each in counts)
+    trained, held_out = (f"{100 * float(share):.1f} %" for share in shares)
+    return (
+        f"The drafter drafts {len(drafted):,} of {len(counts[0]):,} tokens, {trained} of the answers and "
+        f"{held_out} of those held out, because its LM head over all would cost more than its layers. Other text has "
+        "fewer of them; `--draft_vocab_size 0` drafts all."
+    )
 
 
 def _kind(script: ScriptArguments) -> DrafterKind:
@@ -241,11 +224,7 @@ def _kind(script: ScriptArguments) -> DrafterKind:
 
 
 def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
-    """Load training rows and held-out rows, each with its position in its file.
-
-    Raises:
-        ValueError: If they cannot be read, or are too few to hold some out.
-    """
+    """Load training rows and held-out rows, each with its position in its file."""
     parts = []
     for source in script.dataset or ():
         rows = load_rows(source, streaming=script.streaming)
@@ -280,11 +259,7 @@ def described(script: ScriptArguments) -> dict[str, object]:
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> None:
-    """Train as the flags say. Ctrl-C ends with a line that says how to resume.
-
-    Raises:
-        ValueError: If flags, data, drafter and target do not fit together.
-    """
+    """Train as the flags say. Ctrl-C ends with a line that says how to resume."""
     script, args = parse(argv, prog)
     try:
         with _quiet_output(args):
@@ -326,14 +301,6 @@ def _print_status(args: HyperDFlashTrainingArguments, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _row_counts(script: ScriptArguments, trainer: Any, asked: int) -> str:
-    """Return a line with the number of rows of each kind, without the skipped ones."""
-    rows, held_out = trainer.train_dataset, len(trainer.eval_dataset)
-    amount = f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream"
-    of = f"of {script.eval_dataset}" if script.eval_dataset else f"by `--eval_rows {script.eval_rows}`"
-    return f"Training on {amount}, {held_out} held out ({of}), {asked} of them to generate from (`--eval_prompts`)."
-
-
 def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     folder, wanted = Path(str(args.output_dir)), args.resume_from_checkpoint
     resume = True if wanted in ("True", "true") else wanted  # the newest, or a checkpoint's folder
@@ -360,9 +327,9 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     target = load_target(
         script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
     )
-    vocabulary = _token_counts(script, args, target, tokenizer, train, held_out)
-    if vocabulary is not None:
-        train, script.draft_vocab_size = vocabulary.rows, covering_size(vocabulary.counts, _COVERAGE)
+    counted = _token_counts(script, args, target, tokenizer, train, held_out)
+    if counted is not None:
+        train, script.draft_vocab_size = counted[0], covering_size(counted[1][0], _COVERAGE)
     torch.manual_seed(args.seed)
     drafter = earlier or new_drafter(script, target, tokenizer)
     trainer = HyperDFlashTrainer(
@@ -371,8 +338,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     trainer.described = described(script)
     if script.draft_vocab_size:
         trainer.choose_vocabulary(script.draft_vocab_size if earlier else None)
-    if vocabulary is not None:
-        _print_status(args, vocabulary.describe(cast(Any, trainer.model).draft_ids))
+    if counted is not None:
+        _print_status(args, _describe_vocabulary(cast(Any, trainer.model).draft_ids, counted[1]))
     for own, theirs in ((LinesAboveBar, ProgressCallback), (Lines, PrinterCallback)):
         if trainer.pop_callback(theirs):
             trainer.add_callback(own)
@@ -380,7 +347,16 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if script.eval_prompts:
         prompts = encode_prompts(tokenizer, held_out, at_most=script.eval_prompts)
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
-    _print_status(args, _row_counts(script, trainer, len(prompts)))
+    rows: Any = trainer.train_dataset  # without those that were skipped
+    amount, count = (
+        f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream",
+        len(cast(Any, trainer.eval_dataset)),
+    )
+    of = f"of {script.eval_dataset}" if script.eval_dataset else f"by `--eval_rows {script.eval_rows}`"
+    _print_status(
+        args,
+        f"Training on {amount}, {count} held out ({of}), {len(prompts)} of them to generate from (`--eval_prompts`).",
+    )
     if script.overwrite_output_dir:  # now that all is loaded, and training can begin
         if args.process_index == 0:
             remove_checkpoints(folder)

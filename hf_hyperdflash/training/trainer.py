@@ -20,12 +20,11 @@ from torch.distributed.tensor import DTensor, Partial
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
 from transformers.utils.hub import PushInProgress
 
 from ..decoding.stats import SpeculationStats
 from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
-from ..drafters.parts.heads import HeadOutput
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import not_finite
 from ..hub.cards import drafter_card
@@ -33,11 +32,7 @@ from ..hub.publish import drafter_files, reaching_hub
 from ..targets.registry import target_of
 from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
-from .data.blocks import (
-    expected_rounds,
-    sample_anchors,
-    walk_rounds,
-)
+from .data.blocks import expected_rounds, sample_anchors, walk_rounds
 from .data.encoding import end_ids_of
 from .data.rows import frequent_tokens, prepare_dataset
 from .features.capture import compute_residual
@@ -46,9 +41,16 @@ from .features.store import FeatureCache
 from .losses.loss import IGNORE_INDEX
 from .losses.objective import Batch, BlockObjective, collate
 from .losses.unrolled import make_objective
-from .runs.checkpoints import CHECKPOINT, apply_umask, checkpoint_to_resume, describe_earlier_run, newest_complete
+from .runs.checkpoints import (
+    CHECKPOINT,
+    apply_umask,
+    checkpoint_to_resume,
+    describe_earlier_run,
+    newest_complete,
+    remove_checkpoint,
+)
 from .runs.record import write_record
-from .runs.run_identity import RUN_RECORD, DataDigest, RunIdentity, check_same_run, data_digest, run_identity
+from .runs.run_identity import RUN_RECORD, Identity, check_same_run, data_digest, run_identity
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +103,9 @@ class HyperDFlashTrainer(Trainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ) -> None:
-        args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
+        self.args = args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
         if not isinstance(args, HyperDFlashTrainingArguments):
             raise ValueError(f"`args` is a {type(args).__name__}: pass HyperDFlashTrainingArguments.")
-        if "tokenizer" in kwargs:
-            raise ValueError("`tokenizer` is what older versions of the Trainer took: pass it as `processing_class`.")
         if processing_class is not None and not isinstance(processing_class, PreTrainedTokenizerBase):
             raise ValueError(
                 f"`processing_class` is a {type(processing_class).__name__}, expected the target's tokenizer: "
@@ -133,13 +133,20 @@ class HyperDFlashTrainer(Trainer):
         kwargs = {"data_collator": collate, **kwargs}
         kwargs["compute_metrics"] = kwargs.get("compute_metrics") or self._teacher_forced_metrics
         self._drafter_kind = type(model).__name__  # FSDP2 changes the class
-        self.max_length = _max_length(args, target)
+        self._positions: int | None = getattr(seen.config, "max_position_embeddings", None)  # that it is made for
+        if self._positions and (args.max_length or 0) > self._positions:
+            raise ValueError(
+                f"`max_length` is {args.max_length}, expected at most {self._positions}, the positions that the "
+                "target has (`max_position_embeddings`)."
+            )
+        self.max_length = args.max_length or min(MAX_LENGTH, self._positions or MAX_LENGTH)
         self.described: dict[str, object] = {}  # more entries for the record of the run
         self.measured: dict[str, float] = {}  # of the weights as they are now
         self._evaluated: dict[int, dict[str, float]] = {}  # by step
         self._train_rows: Any = None
-        train_rows = self._prepare_rows(train_dataset, "train", args, processing_class, args.packing)
-        eval_rows = self._prepare_rows(eval_dataset, "eval", args, processing_class)
+        self._tokenizer = processing_class
+        train_rows = self._prepare_rows(train_dataset, "train", args.packing)
+        eval_rows = self._prepare_rows(eval_dataset, "eval")
         super().__init__(model=model, args=args, train_dataset=train_rows, eval_dataset=eval_rows, **kwargs)
         if args.feature_source == "cached":  # only now that the arguments have been found good
             self.train_dataset = self._write_features(train_rows, "train")
@@ -147,22 +154,16 @@ class HyperDFlashTrainer(Trainer):
         # `compute_loss` divides by the counts of the whole optimizer step itself.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
 
-    def _prepare_rows(
-        self,
-        dataset: Any,
-        name: str,
-        args: HyperDFlashTrainingArguments,
-        tokenizer: PreTrainedTokenizerBase | None,
-        packing: bool = False,
-    ) -> Any:
+    def _prepare_rows(self, dataset: Any, name: str, packing: bool = False) -> Any:
         """Turn a user's dataset into rows that the trainer reads."""
+        args = self.args
         if dataset is None:
             return None
         if isinstance(dataset, FeatureCache):
             self._train_rows = dataset if name == "train" else self._train_rows
             return dataset.select_layers(self.objective.layer_ids)
         if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
-            return {key: self._prepare_rows(part, f"{name}-{key}", args, tokenizer) for key, part in dataset.items()}
+            return {key: self._prepare_rows(part, f"{name}-{key}") for key, part in dataset.items()}
         if args.feature_source == "online" and not len(self.objective.target.layers):
             raise ValueError(
                 "`feature_source` is 'online', and the target has no layers to run: set it to 'cached', or load the "
@@ -172,11 +173,11 @@ class HyperDFlashTrainer(Trainer):
         with args.main_process_first(desc="tokenizing"):
             rows = prepare_dataset(
                 dataset,
-                tokenizer,
+                self._tokenizer,
                 max_length=self.max_length,
                 packing=packing,
                 vocab_size=vocab_size,
-                positions=_positions(self.target),
+                positions=self._positions,
                 end_ids=end_ids_of(self.target),
             )
         self._train_rows = rows if name == "train" else self._train_rows
@@ -194,8 +195,14 @@ class HyperDFlashTrainer(Trainer):
         directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
         with args.main_process_first(local=False, desc="writing features"):
             if args.process_index == 0:
-                dtype = args.feature_dtype
-                return FeatureCache.write(directory, rows, self.target, dtype=dtype, target_layer_ids=layers)
+                return FeatureCache.write(
+                    directory,
+                    rows,
+                    self.target,
+                    dtype=args.feature_dtype,
+                    target_layer_ids=layers,
+                    tokenizer=self._tokenizer,
+                )
             return FeatureCache(directory, self.target).select_layers(layers)
 
     # One training step
@@ -226,13 +233,10 @@ class HyperDFlashTrainer(Trainer):
             self.objective.add_anchors(inputs, self.state.global_step)
         if num_items_in_batch is None:
             num_items_in_batch = self._count([inputs], self.args.device)
-        residual = self.residual(inputs)
-        anchors, steps = inputs["anchors"], inputs["steps"]
-        drafted = self.objective.run_drafter(model, inputs, anchors, residual, steps)
-        counts, table = torch.as_tensor(num_items_in_batch), self._table(model)
-        terms = self.objective.loss(drafted, anchors, inputs["labels"], residual, steps, table, counts)
+        inputs = {**inputs, "residual": self.residual(inputs)}
+        terms = self.objective.step(model, inputs, self._table(model), torch.as_tensor(num_items_in_batch))
         if not torch.isfinite(terms.loss):
-            raise self._not_finite(terms.loss.item(), residual)
+            raise self._diverged(f"The loss is {terms.loss.item()}", inputs["residual"])
         self._terms[:-1] += torch.stack([getattr(terms, name) for name in TERMS]).cpu()
         loss = terms.loss * self.accelerator.num_processes  # gradients are averaged over processes: make it a sum
         return (loss, terms) if return_outputs else loss
@@ -250,19 +254,11 @@ class HyperDFlashTrainer(Trainer):
         table = cast(Any, self.accelerator.unwrap_model(model, keep_torch_compile=False)).vocabulary_table
         return table.full_tensor(grad_placements=[Partial("avg")]) if isinstance(table, DTensor) else table
 
-    def _not_finite(self, loss: float, residual: torch.Tensor) -> ValueError:
-        if torch.isfinite(residual).all():
-            return self._diverged(f"The loss is {loss}")
-        return ValueError(
-            f"The loss is {loss} at step {self.state.global_step}: the target's residual is not finite. A float16 "
-            f"target overflows: load it in bfloat16{self._advice()}."
-        )
-
-    def _diverged(self, sign: str) -> ValueError:
-        return ValueError(
-            f"{sign} at step {self.state.global_step}: the drafter diverged. Lower `learning_rate`, now "
-            f"{self.args.learning_rate}, or warm up longer{self._advice()}."
-        )
+    def _diverged(self, sign: str, residual: torch.Tensor | None = None) -> ValueError:
+        cause = f"the drafter diverged. Lower `learning_rate`, now {self.args.learning_rate}, or warm up longer"
+        if residual is not None and not torch.isfinite(residual).all():
+            cause = "the target's residual is not finite. A float16 target overflows: load it in bfloat16"
+        return ValueError(f"{sign} at step {self.state.global_step}: {cause}{self._advice()}.")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and add the means of the loss's terms over the steps since the last log."""
@@ -294,34 +290,24 @@ class HyperDFlashTrainer(Trainer):
             the rounds to be expected at temperature 1, `[batch]`; and the accepted drafts per row and round.
         """
         batch = self._prepare_inputs(inputs)
-        with torch.no_grad():
-            residual = self.residual(batch)
-            anchors = sample_anchors(self.objective.candidates(batch))
-            # Where the drafter is sharded, all processes have to call it equally often.
-            anchors = self.accelerator.pad_across_processes(anchors, dim=1, pad_index=-1)
-            steps = self.objective.steps()
-            parts = [
-                self.objective.run_drafter(model, batch, part, residual, steps)
-                for part in anchors.split(self.args.num_anchors, dim=1)
-            ]
-            whole = [None if part[0] is None else torch.cat(part, dim=1) for part in zip(*parts)]
-            drafted, table = HeadOutput(cast(torch.Tensor, whole[0]), *whole[1:]), self._table(model)
-            following = self.objective.following_tokens(batch, anchors, self.drafter_config.max_draft_tokens + 1)
-            labels = following[:, :, :-1].contiguous()
-            terms = self.objective.loss(
-                drafted, anchors, labels, residual, steps, table, needs_acceptance=not prediction_loss_only
-            )
+        batch["residual"] = self.residual(batch)
+        anchors = sample_anchors(self.objective.candidates(batch))
+        # Where the drafter is sharded, all processes have to call it equally often.
+        anchors = self.accelerator.pad_across_processes(anchors, dim=1, pad_index=-1)
+        positions = None if prediction_loss_only else self.drafter_config.max_draft_tokens
+        with torch.no_grad():  # the table is gathered
+            walk = self.objective.walk(model, batch, anchors, self._table(model), positions, self.args.num_anchors)
         if prediction_loss_only:
-            return terms.loss, None, None
-        matched = (terms.predictions.view_as(labels) == labels).long().cumprod(-1).sum(-1)
-        available = (following != IGNORE_INDEX).sum(-1)
-        rounds = [torch.tensor(walk_rounds(*row)).view(-1, 2) for row in zip(anchors, matched, available)]
+            return walk.loss, None, None
+        matched = walk.matches.long().cumprod(-1).sum(-1)
+        rounds = [torch.tensor(walk_rounds(*row)).view(-1, 2) for row in zip(anchors, matched, walk.available)]
         emitted, accepted = nn.utils.rnn.pad_sequence(rounds, True, float(IGNORE_INDEX)).to(anchors).unbind(-1)
-        rates = terms.acceptance.view(*labels.shape)
-        expected = torch.tensor(
-            [expected_rounds(*row) for row in zip(anchors, rates, available)], device=anchors.device
+        expected = [expected_rounds(*row) for row in zip(anchors, walk.acceptance, walk.available)]
+        return (
+            walk.loss,
+            (emitted.contiguous(), anchors.new_tensor(expected, dtype=torch.float32)),
+            accepted.contiguous(),
         )
-        return terms.loss, (emitted.contiguous(), expected), accepted.contiguous()
 
     def _teacher_forced_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Compute tau at temperatures 0 and 1, and the acceptance per draft position, from the rounds of
@@ -360,8 +346,7 @@ class HyperDFlashTrainer(Trainer):
 
         Raises:
             ValueError: If there is no checkpoint to resume from, it lacks a part, it belongs to a run with other data,
-                another target, drafter or recipe, no evaluation gives `metric_for_best_model`, or the disk has no
-                space for one checkpoint.
+                another target, drafter or recipe, or no evaluation gives `metric_for_best_model`.
         """
         config, own = self.drafter_config, self.objective.target.config
         config.target_fingerprint = self._target_fingerprint
@@ -381,7 +366,6 @@ class HyperDFlashTrainer(Trainer):
         elif (found := describe_earlier_run(Path(str(self.args.output_dir)))) and self.is_world_process_zero():
             logger.warning("%s has %s, which this run overwrites.", self.args.output_dir, found)
         self._check_metric()
-        self._check_disk_space()
         result = super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
         best_step = self.state.best_global_step if self.args.load_best_model_at_end else None
         self.measured = self._evaluated.get(best_step or self.state.global_step, {})
@@ -395,22 +379,6 @@ class HyperDFlashTrainer(Trainer):
         is_ours = is_ours and type(self).evaluate is HyperDFlashTrainer.evaluate
         if self.args.eval_strategy != "no" and is_ours and not others:
             check_metric(self.args.metric_for_best_model, generates)
-
-    def _check_disk_space(self) -> None:
-        """Refuse a disk without space for one checkpoint, or for the drafter if no checkpoints are written."""
-        model = cast(nn.Module, self.model)
-        is_saved_whole = isinstance(model, SavedDrafter)  # of an adapter only the trained weights
-        sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
-        saves_moments = self.args.optim in ("adamw_torch", "adamw_torch_fused") and not self.args.save_only_model
-        moments = 2 if saves_moments and self.args.save_strategy != SaveStrategy.NO else 0
-        needed = sum(size * ((is_saved_whole or trained) + moments * trained) for size, trained in sizes)
-        folder = self.args.output_dir
-        if self.args.should_save and (free := shutil.disk_usage(str(folder)).free) < needed:
-            raise ValueError(
-                f"`output_dir` is {folder!r}, where {free / 2**20:,.0f} MiB are free, expected at least "
-                f"{needed / 2**20:,.0f} MiB for {'a checkpoint' if moments else 'the drafter'}: make room there, or "
-                "choose another folder."
-            )
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -426,13 +394,13 @@ class HyperDFlashTrainer(Trainer):
             raise self._diverged(f"{bad[0]} is not finite")  # resuming from it would be useless
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
-            shutil.rmtree(folder, ignore_errors=True)  # an earlier run's of the same step, or half of one
+            remove_checkpoint(folder)  # an earlier run's of the same step, or half of one
         self.accelerator.wait_for_everyone()
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_checkpoint(folder)
             raise OSError(
                 f"Checkpoint {folder} could not be written ({error.__cause__ or error}) and was removed. Make room "
                 f"(or lower `save_total_limit`){self._advice()}."
@@ -447,18 +415,19 @@ class HyperDFlashTrainer(Trainer):
             return ""
 
     @cached_property
-    def _data_digest(self) -> DataDigest | None:
+    def _data_digest(self) -> Identity | None:
         return data_digest(self._train_rows)
 
-    def _run_identity(self) -> RunIdentity:
-        identity = run_identity(
-            self.args, self.drafter_config, self._drafter_kind, self._target_fingerprint, self.target.dtype
+    def _run_identity(self) -> Identity:
+        return run_identity(
+            self.args,
+            self.drafter_config,
+            self.max_length,
+            self._data_digest,
+            kind=self._drafter_kind,
+            target=self._target_fingerprint,
+            target_dtype=str(self.target.dtype),
         )
-        return {
-            "data": self._data_digest,
-            **identity,
-            "settings": {**identity["settings"], "max_length": self.max_length},
-        }
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -511,12 +480,10 @@ class HyperDFlashTrainer(Trainer):
         revision: str | None = None,
         **kwargs: Any,
     ) -> CommitInfo | Future[CommitInfo] | None:
-        """Upload the drafter or adapter that `output_dir` holds, its code and its card, as one commit.
+        """Upload the drafter or adapter that `output_dir` holds, its code and its card, and return the commit: a
+        `Future` if `blocking` is `False`, `None` on all processes but the first.
 
         Nothing else there is uploaded: no features, no checkpoints, no pickles.
-
-        Returns:
-            The commit; a `Future` of it if `blocking` is `False`; `None` on all processes but the first.
         """
         if not self.is_world_process_zero():
             return None
@@ -601,21 +568,6 @@ class HyperDFlashTrainer(Trainer):
             )
 
 
-def _positions(target: PreTrainedModel) -> int | None:
-    """Return the number of positions that the target is made for."""
-    return getattr(target_of(target).config, "max_position_embeddings", None)
-
-
-def _max_length(args: HyperDFlashTrainingArguments, target: PreTrainedModel) -> int:
-    positions = _positions(target) or args.max_length or MAX_LENGTH
-    if (args.max_length or 0) > positions:
-        raise ValueError(
-            f"`max_length` is {args.max_length}, expected at most {positions}, the positions that the target has "
-            "(`max_position_embeddings`)."
-        )
-    return args.max_length or min(MAX_LENGTH, positions)
-
-
 def _check_trainable(
     config: HyperDFlashConfig,
     args: HyperDFlashTrainingArguments,
@@ -624,7 +576,6 @@ def _check_trainable(
 ) -> None:
     """Refuse settings that do not fit the drafter, and weights that are not finite, which would look like
     divergence."""
-    drafts = config.max_draft_tokens
     if args.confidence_weight and "confidence_weight" in args.set_by_user and not config.confidence_head:
         raise ValueError(
             f"`confidence_weight` is {args.confidence_weight}, but the drafter has no confidence head: leave it out, "
@@ -651,8 +602,4 @@ def _check_trainable(
         raise ValueError(
             f"The tokenizer has {len(tokenizer)} tokens, but the target's vocabulary {config.vocab_size}: pass the "
             "target's own tokenizer as `processing_class`."
-        )
-    if (args.kl_positions or 0) > drafts:
-        raise ValueError(
-            f"`kl_positions` is {args.kl_positions}, but the drafter has {drafts} draft positions: lower it."
         )

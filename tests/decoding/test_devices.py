@@ -368,4 +368,4 @@ def test_features(tmp_path):
             assert found.device == torch.device("cuda:1") and torch.equal(on_cpu(found), residual)
         assert target_fingerprint(target) == fingerprint
         cache = FeatureCache.write(tmp_path / "cuda", made, target, dtype="float8")
-        assert cache.index == FeatureCache(tmp_path / "cpu", target).index
+        assert cache.digest == FeatureCache(tmp_path / "cpu", target).digest

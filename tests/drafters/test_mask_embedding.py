@@ -14,7 +14,7 @@ from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import FORMATS, check_expressible
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
-from hf_hyperdflash.training.losses.objective import collate, training_layer_ids
+from hf_hyperdflash.training.losses.objective import collate
 from hf_hyperdflash.training.losses.unrolled import make_objective
 
 from ..conftest import prompt, tiny_drafter
@@ -50,12 +50,10 @@ def first_loss(drafter, target):
         drafter, target_of(target), HyperDFlashTrainingArguments("unused", num_anchors=4, use_cpu=True)
     )
     objective.add_anchors(batch, 0)
-    with torch.no_grad(), capture_residual(target, training_layer_ids(drafter, target_of(target))) as captured:
+    with torch.no_grad(), capture_residual(target, objective.layer_ids) as captured:
         target(batch["input_ids"])
-        places = batch["anchors"], captured[0], batch["steps"]
-        drafted = objective.run_drafter(drafter, batch, *places)
-        table = drafter.vocabulary_table
-        return float(objective.loss(drafted, places[0], batch["labels"], *places[1:], table).cross_entropy)
+        batch["residual"] = captured[0]
+        return float(objective.step(drafter, batch, drafter.vocabulary_table).cross_entropy)
 
 
 @pytest.mark.parametrize("fields", KINDS, ids=str)

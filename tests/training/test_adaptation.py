@@ -153,8 +153,8 @@ def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample, asked)
     assert length == text.shape[1] - 1 == 20
 
     def drafts_of(row):
-        batch = collate([row])
-        drafted = learning.learner.objective.run_drafter(drafter, batch, anchors, batch["residual"], torch.arange(3))
+        batch = collate([row]) | {"anchors": anchors, "steps": torch.arange(3)}
+        drafted = learning.learner.objective.run_drafter(drafter, batch)
         logits = (drafter if vocabulary else target).lm_head(drafted.states)
         if head != "none":
             logits = logits + drafted.vectors @ drafter.head_table.T

@@ -1,16 +1,12 @@
 """The feature cache on disk: what it holds, what a killed or full machine leaves, what it refuses."""
 
-import hashlib
-import json
 import multiprocessing
 import os
-import pickle
 import re
 import resource
 import shutil
 import signal
 import sys
-import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -18,8 +14,8 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from datasets import Dataset
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.features import store
@@ -37,6 +33,14 @@ SHARD = 40 * PER_TOKEN  # a few of these rows
 
 def shards_of(directory):
     return {path.name: path.read_bytes() for path in sorted(Path(directory).glob("*.safetensors"))}
+
+
+def file_of(cache, number):
+    return cache.directory / f"{cache.parts[number].name}.safetensors"
+
+
+def size_of(directory):
+    return sum(map(len, shards_of(directory).values()))
 
 
 def write(directory, target, rows=None, **kwargs):
@@ -86,7 +90,7 @@ def in_child(function, *args):
 def test_items_are_the_rows_with_the_targets_own_residual(target, tmp_path, dtype):
     rows = packed_rows(PACKED)
     cache = write(tmp_path, target, dtype=dtype, batch_size=1)
-    assert len(cache) == len(list(cache)) == len(rows) and len(cache.index["shards"]) > 2
+    assert len(cache) == len(list(cache)) == len(rows) and len(cache.parts) > 2
     for item, row in zip(cache, rows):
         assert torch.equal(item["residual"], run_alone(target, row).to(getattr(torch, dtype)))
         assert item["residual"].shape == (len(row["input_ids"]), 4, 32)
@@ -105,7 +109,7 @@ def test_a_cache_of_several_layers_serves_drafters_that_read_some(target, tmp_pa
     whole = write(tmp_path, target, rows, target_layer_ids=layers, dtype="float8")
     assert whole[3]["residual"].shape == (len(rows[3]["input_ids"]), 12, 32)
     last = write(tmp_path / "last", target, rows, dtype="float8")
-    assert sum(s["bytes"] for s in whole.index["shards"]) > 2.5 * sum(s["bytes"] for s in last.index["shards"])
+    assert size_of(tmp_path) > 2.5 * size_of(tmp_path / "last")
     # Opened again for less, by the same call or another: nothing is written.
     for some in (write(tmp_path, target, rows, dtype="float8"), whole.select_layers([-1])):
         assert torch.equal(some[3]["residual"], last[3]["residual"])
@@ -144,7 +148,7 @@ def test_float8_is_as_close_as_its_three_mantissa_bits_allow(target, tmp_path):
         # Half a step: 2^-4 of a normal number, 2^-10 of the scale below; then bfloat16 rounds once more.
         assert (error <= (exact.abs() * 2**-4).clamp(min=amax / 448 * 2**-10) + exact.abs() * 2**-8).all()
         assert error.max() > 0 and item["residual"].dtype == torch.bfloat16
-    stored = load_file(tmp_path / cache.index["shards"][0]["name"])
+    stored = load_file(file_of(cache, 0))
     assert stored["residual"].dtype == torch.float8_e4m3fn
     assert stored["scale"].dtype == torch.float32 and stored["scale"].shape == stored["residual"].shape[:2]
 
@@ -168,7 +172,7 @@ def test_float8_survives_streams_of_any_size(target, tmp_path, size):
 def test_the_size_printed_is_the_size_on_disk(target, tmp_path, capsys, dtype):
     rows = packed_rows([(200, 100), (300,), (50,), (250,)])
     write(tmp_path, target, rows, dtype=dtype, shard_size=2**20)
-    on_disk = sum(path.stat().st_size for path in tmp_path.iterdir())
+    on_disk = size_of(tmp_path)
     printed = capsys.readouterr().out
     assert f"{tmp_path}: 4 rows, 900 tokens" in printed and "free on the disk" in printed
     number, unit = re.search(r"To be written: ([\d.]+) (kB|MB),", printed).groups()
@@ -181,7 +185,7 @@ def test_the_size_printed_is_the_size_on_disk(target, tmp_path, capsys, dtype):
 def test_shards_hold_whole_rows_in_order(target, tmp_path):
     rows = packed_rows([(100,), (10,), (10,), (10,), (100,), (10,)])
     cache = write(tmp_path, target, rows, shard_size=25 * (PER_TOKEN + 9))
-    assert [shard["rows"] for shard in cache.index["shards"]] == [1, 2, 1, 1, 1]
+    assert [part.rows for part in cache.parts] == [1, 2, 1, 1, 1]
     assert [cache[i]["input_ids"].tolist() for i in range(6)] == [row["input_ids"] for row in rows]
 
 
@@ -190,7 +194,7 @@ def test_a_disk_that_is_too_small_is_refused_before_writing(target, tmp_path, mo
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 64 * 2**20 + 20_000))
     with pytest.raises(ValueError, match=r"needs 34.2 kB more in .* where 67.1 MB are free .*float8.*online"):
         write(tmp_path / "cache", target)
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["features.json.lock"]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["features.lock"]
     assert "To be written: 34.2 kB" in capsys.readouterr().out
     write(tmp_path / "cache", target, packed_rows([(9,)]))  # fits
 
@@ -224,30 +228,27 @@ def kill_at_rename(directory, target, count):
     write(directory, target)
 
 
-# The index is renamed first and again after each shard: 1 leaves nothing but temporary files, 2 an index without
-# shards, 3 a shard that no index knows.
+# The list is renamed first: 1 leaves nothing but a temporary file, 2 a list without parts.
 @pytest.mark.parametrize(
-    ("kill", "count", "whole", "known"),
+    ("kill", "count", "whole"),
     [
-        (kill_at_forward, 1, 0, 0),
-        (kill_at_forward, 4, 3, 3),
-        (kill_at_rename, 1, 0, 0),
-        (kill_at_rename, 2, 0, 0),
-        (kill_at_rename, 3, 1, 0),
-        (kill_at_rename, 4, 1, 1),
-        (kill_at_rename, 5, 2, 1),
+        (kill_at_forward, 1, 0),
+        (kill_at_forward, 4, 3),
+        (kill_at_rename, 1, 0),
+        (kill_at_rename, 2, 0),
+        (kill_at_rename, 4, 2),
     ],
 )
-def test_after_a_kill_the_same_bytes_are_completed(target, tmp_path, written, kill, count, whole, known):
+def test_after_a_kill_the_same_bytes_are_completed(target, tmp_path, written, kill, count, whole):
     exit_code, _ = in_child(kill, tmp_path, target, count)
     assert exit_code == -signal.SIGKILL and len(shards_of(tmp_path)) == whole
     with pytest.raises(ValueError, match=r"unfinished.*FeatureCache\.write|No feature cache.*FeatureCache\.write"):
         FeatureCache(tmp_path, target)
     forwards = []
     target.model.register_forward_pre_hook(lambda module, args: forwards.append(module))
-    assert write(tmp_path, target).index == FeatureCache(written, target).index
+    assert write(tmp_path, target).parts == FeatureCache(written, target).parts
     assert shards_of(tmp_path) == shards_of(written) and len(shards_of(written)) > 4
-    assert len(forwards) == len(shards_of(written)) - known
+    assert len(forwards) == len(shards_of(written)) - whole
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -256,20 +257,79 @@ def test_only_what_is_missing_is_computed(target, directory, written, capsys):
     target.model.register_forward_pre_hook(lambda module, args: forwards.append(module))
     cache = write(directory, target)
     assert len(cache) == 8 and not forwards and not capsys.readouterr().out
-    missing = cache.index["shards"][1]
-    (directory / missing["name"]).unlink()
-    write(directory, target, shard_size=1)  # the existing cache keeps its own shards
+    file_of(cache, 1).unlink()
+    write(directory, target, shard_size=1)  # the existing cache keeps its own parts
     assert shards_of(directory) == shards_of(written) and len(forwards) == 1
     number = float(re.search(r"To be written: ([\d.]+) kB", capsys.readouterr().out).group(1))
-    assert number == pytest.approx(missing["tokens"] * (PER_TOKEN + 9) / 1000, rel=0.05)
+    assert number == pytest.approx(cache.parts[1].tokens * (PER_TOKEN + 9) / 1000, rel=0.05)
 
 
-def test_how_long_the_target_will_run_is_said_before_it_does(target, tmp_path, capsys):
-    FeatureCache.write(tmp_path, packed_rows([(20,)] * 3), target)
-    told = capsys.readouterr().out.splitlines()
-    assert re.match(r"The target runs once over all rows, for about \d+ seconds\. Without a cache", told[0])
-    assert "one epoch is cheaper online, several are cheaper from the cache." in told[0]
-    assert told[1].startswith("Feature cache in ")
+# --- joined
+
+
+def joined(folder, *caches):
+    for cache in caches:
+        shutil.copytree(cache, folder, dirs_exist_ok=True)
+    return folder
+
+
+def test_parts_of_some_rows_are_joined_by_putting_them_into_one_folder(target, tmp_path, written):
+    """As several machines write them: every row is there once, and a call for all rows computes the rest."""
+    rows = packed_rows(PACKED)
+    for name, some in (("a", rows[:3]), ("b", rows[3:6]), ("overlap", rows[:3])):
+        write(tmp_path / name, target, some)
+    folder = joined(tmp_path / "joined", tmp_path / "b", tmp_path / "a", tmp_path / "overlap")
+    cache = FeatureCache(folder, target)
+    found = {tuple(item["input_ids"].tolist()): item["residual"] for item in cache}
+    assert len(cache) == 6 and found.keys() == {tuple(row["input_ids"]) for row in rows[:6]}
+    forwards = []
+    target.model.register_forward_pre_hook(lambda module, args: forwards.append(module))
+    whole = write(folder, target, rows)
+    assert 0 < len(forwards) < len(whole.parts) and len(FeatureCache(folder, target)) == 8
+    assert [item["input_ids"].tolist() for item in whole] == [row["input_ids"] for row in rows]
+    for item, other in zip(whole, FeatureCache(written, target)):
+        torch.testing.assert_close(item["residual"].float(), other["residual"].float(), atol=1e-2, rtol=1e-2)
+
+
+def test_equal_rows_are_all_there(target, tmp_path):
+    rows = packed_rows([(9,)]) * 3 + packed_rows([(9,), (12,)])
+    cache = write(tmp_path, target, rows, shard_size=1)
+    assert len(cache) == 5 and len(shards_of(tmp_path)) == 2
+    assert [item["input_ids"].tolist() for item in FeatureCache(tmp_path, target)] == [
+        row["input_ids"] for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("other", "differs"),
+    [
+        ({"dtype": "float8"}, "`dtype` (bfloat16|float8) there"),
+        ({"target_layer_ids": [0, -1]}, r"holds layers \[-1\], but"),
+        ({"target": 1}, "another target"),
+    ],
+)
+def test_caches_that_differ_are_not_joined(target, tmp_path, other, differs):
+    """Nor is a part of the one, which has the same name, taken for the other's."""
+    options, rows = dict(other), packed_rows(PACKED)
+    another = tiny_target(options.pop("target")) if "target" in other else target
+    write(tmp_path / "a", target, rows, shard_size=1)
+    write(tmp_path / "b", another, rows, shard_size=1, **options)
+    folder = joined(tmp_path / "joined", tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ValueError, match=differs):
+        FeatureCache(folder, target)
+    (listed,) = {path.name for path in folder.glob("*.json")} - {path.name for path in (tmp_path / "a").glob("*.json")}
+    (folder / listed).unlink()
+    with pytest.raises(ValueError, match="unfinished: 8 of 8"):
+        FeatureCache(folder, target)
+
+
+def test_a_cache_of_another_tokenizer_is_refused(target, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    write(tmp_path, target, tokenizer=tokenizer)
+    assert len(write(tmp_path, target, tokenizer=tokenizer)) == len(write(tmp_path, target)) == 8
+    tokenizer.chat_template = "another"
+    with pytest.raises(ValueError, match="another template of the tokenizer"):
+        write(tmp_path, target, tokenizer=tokenizer)
 
 
 def write_forever(directory, target, began):
@@ -283,7 +343,7 @@ def test_a_second_writer_is_told_of_the_first_and_a_dead_one_is_forgotten(target
     first.start()
     receiver.recv()
     try:
-        with pytest.raises(ValueError, match=r"features\.json is being written by another process.*another folder"):
+        with pytest.raises(ValueError, match=r"features is being written by another process.*another folder"):
             write(tmp_path, target)
     finally:
         first.kill()
@@ -297,41 +357,6 @@ def test_a_complete_cache_is_opened_where_nothing_can_be_written(target, directo
     assert len(write(directory, target)) == 8
 
 
-def kill_slow_target(directory, target, forwards):
-    """A target of 0.2 s a forward, killed in one of them, in a run whose shards are to take half a second."""
-    store._SHARD_SECONDS, seen = 0.5, []
-
-    def pre_hook(module, args):
-        time.sleep(0.2)
-        seen.append(None)
-        if len(seen) == forwards:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    target.model.register_forward_pre_hook(pre_hook)
-    FeatureCache.write(directory, packed_rows([(20,)] * 12), target, batch_size=1)
-
-
-def test_a_shard_is_what_the_target_computes_in_seconds(target, tmp_path):
-    exit_code, _ = in_child(kill_slow_target, tmp_path, target, 9)
-    assert exit_code == -signal.SIGKILL
-    forwards = []
-    target.model.register_forward_pre_hook(lambda module, args: forwards.append(module))
-    cache = FeatureCache.write(tmp_path, packed_rows([(20,)] * 12), target, batch_size=1)
-    # One forward measured the target, eight wrote rows, in shards of one or two: the last of them may be lost.
-    assert max(shard["rows"] for shard in cache.index["shards"]) <= 2
-    assert len(forwards) <= 12 - (8 - 2) and len(cache) == 12
-
-
-def test_the_target_is_measured_on_documents_not_on_packed_rows(target, tmp_path):
-    """What fits into memory as documents need not as one row."""
-    shapes = []
-    target.model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    FeatureCache.write(tmp_path, packed_rows([(20, 30, 25), (9,), (31, 11)]), target, batch_size=2)
-    assert shapes[0] == (2, 31) and max(batch * length for batch, length in shapes) == 62
-
-
 def write_with_file_size_limit(directory, target, rows, limit):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     write(directory, target, rows)
@@ -341,82 +366,44 @@ def test_a_full_disk_leaves_what_is_complete(target, tmp_path):
     rows = packed_rows([(20,), (15,), (150,), (20,)])
     exit_code, error = in_child(write_with_file_size_limit, tmp_path, target, rows, 100 * PER_TOKEN)
     assert exit_code == 0 and isinstance(error, OSError)
-    for part in ("features-00002-of-00003", "File too large", "continues after them", "float8", "online"):
+    for part in ("File too large", "continues after them", "float8", "online"):
         assert part in str(error)
-    assert [path.name for path in tmp_path.glob("features-*")] == ["features-00001-of-00003.safetensors"]
     first = shards_of(tmp_path)
     cache = write(tmp_path, target, rows)
+    assert list(first) == [file_of(cache, 0).name] and file_of(cache, 1).name in str(error)
     assert first.items() <= shards_of(tmp_path).items() and len(cache) == 4
-    cache.verify()
 
 
 # --- damaged
 
 
-def flip_a_byte(path):
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
-
-
-def put_a_foreign_one(path):
-    tensors = {name: value.clone() for name, value in load_file(path).items()}
-    tensors["residual"] += 1
-    save_file(tensors, path)
-
-
-@pytest.mark.parametrize("damage", [flip_a_byte, put_a_foreign_one])
-def test_a_damaged_or_foreign_shard_is_named_and_written_again(target, directory, written, damage):
-    whole = shards_of(written)
-    name, cache = list(whole)[2], FeatureCache(directory, target)
-    damage(directory / name)
-    assert shards_of(directory) != whole and (directory / name).stat().st_size == len(whole[name])
-    first = cache.index["shards"][0]["rows"] + cache.index["shards"][1]["rows"]
-    cache[first - 1]
-    for touch in (lambda: cache[first], cache.verify):
-        with pytest.raises(ValueError, match=rf"{name} in .*SHA-256.*Delete.*FeatureCache\.write"):
-            touch()
-    (directory / name).unlink()
-    write(directory, target).verify()
-    assert shards_of(directory) == whole
-
-
-@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 100), os.unlink])
-def test_a_truncated_or_missing_shard_is_named_at_once(target, directory, written, damage):
+@pytest.mark.parametrize(
+    "damage", [lambda path: os.truncate(path, 100), lambda path: os.truncate(path, 2000), os.unlink]
+)
+def test_a_truncated_or_missing_part_is_named_and_written_again(target, directory, written, damage):
     name = list(shards_of(directory))[1]
     damage(directory / name)
-    with pytest.raises(ValueError, match=rf"missing or not as long.*{name}.*FeatureCache\.write"):
+    with pytest.raises(ValueError, match=rf"unfinished: 1 of .*{Path(name).stem}.*FeatureCache\.write"):
         FeatureCache(directory, target)
     write(directory, target)
     assert shards_of(directory) == shards_of(written)
 
 
-def test_a_checksum_is_verified_once(target, directory):
-    cache = FeatureCache(directory, target)
-    path = directory / cache.index["shards"][0]["name"]
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == cache.index["shards"][0]["sha256"]
-    cache[0]
-    flip_a_byte(path)
-    cache[1], pickle.loads(pickle.dumps(cache))[1]  # seen before, and its worker knows
-    with pytest.raises(ValueError, match="SHA-256"):
-        FeatureCache(directory, target)[0]
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda path: path.unlink(), r"No feature cache in .*features\.json is missing.*FeatureCache\.write"),
-        (lambda path: path.write_text(path.read_text()[:50]), r"features\.json is damaged.*again"),
-        (lambda path: path.write_bytes(b"\x93\xff\x00"), r"features\.json is damaged.*again"),
-        (lambda path: path.write_text('{"version": 1}'), "format version 1, this release reads 2"),
-        (lambda path: path.write_text("[]"), "is no index of a feature cache: expected .* delete"),
-        (lambda path: path.write_text('{"weight_map": {}}'), "is no index of a feature cache"),
-        (lambda path: path.write_text('{"version": 2}'), "is no index of a feature cache"),
-        (lambda path: path.write_text(path.read_text().replace('"sha256": ', '"md5": ')), "is no index of a feature"),
+        (lambda path: path.unlink(), r"No feature cache in .*FeatureCache\.write"),
+        (lambda path: path.write_text(path.read_text()[:50]), "is damaged .* again"),
+        (lambda path: path.write_bytes(b"\x93\xff\x00"), "is damaged .* again"),
+        (lambda path: path.write_text('{"version": 1}'), "format version 1, this release reads 3"),
+        (lambda path: path.write_text("[]"), "is damaged or no list of features"),
+        (lambda path: path.write_text('{"weight_map": {}}'), "is damaged or no list of features"),
+        (lambda path: path.write_text('{"version": 3}'), "is damaged or no list of features"),
+        (lambda path: path.rename(path.with_name("features.json")), "is of an earlier release"),
     ],
 )
-def test_an_index_that_cannot_be_used_says_so(target, directory, edit, message):
-    edit(directory / "features.json")
+def test_a_list_that_cannot_be_used_says_so(target, directory, edit, message):
+    edit(next(directory.glob("features-*.json")))
     with pytest.raises(ValueError, match=message):
         FeatureCache(directory, target)
 
@@ -484,25 +471,25 @@ def other_packing(rows):
 
 
 @pytest.mark.parametrize(
-    ("edit", "differs"),
+    ("edit", "others"),
     [
-        (lambda rows: rows[2]["input_ids"].__setitem__(5, 3), "tokens, loss masks and positions"),
-        (other_mask, "tokens, loss masks and positions"),
-        (other_packing, "tokens, loss masks and positions"),
-        (lambda rows: rows.pop(), r"number of rows \(8 there, 7 here\)"),
-        (lambda rows: rows.reverse(), "tokens, loss masks and positions"),
+        (lambda rows: rows[2]["input_ids"].__setitem__(5, 3), r"\d+"),
+        (other_mask, r"\d+"),
+        (other_packing, r"\d+"),
+        (lambda rows: rows.pop(), r"\d+"),
+        (lambda rows: rows.reverse(), r"\d+"),
     ],
 )
-def test_a_cache_of_other_rows_is_not_continued(target, directory, written, edit, differs):
+def test_a_cache_of_other_rows_is_not_continued(target, directory, written, edit, others):
     rows = packed_rows(PACKED)
     edit(rows)
-    with pytest.raises(ValueError, match=f"{differs}.*another directory"):
+    with pytest.raises(ValueError, match=rf"other data, {others} rows .*these {len(rows)} .*another directory"):
         write(directory, target, rows)
     assert shards_of(directory) == shards_of(written)
 
 
 def test_a_cache_of_another_dtype_is_not_continued(target, directory):
-    with pytest.raises(ValueError, match=r"`dtype` \(bfloat16 there, float8 here\)"):
+    with pytest.raises(ValueError, match=r"`dtype` bfloat16 there, float8 here"):
         write(directory, target, dtype="float8")
 
 
@@ -519,7 +506,7 @@ def test_another_load_of_the_same_target_is_recognised(tmp_path):
         logits = exact(torch.tensor([rows[1]["input_ids"]])).logits
         assert torch.equal(layerless.lm_head(teacher_states(target_of(layerless), residual)), logits)
     assert len(write(tmp_path, layerless, rows, dtype="float32")) == 2
-    (tmp_path / cache.index["shards"][0]["name"]).unlink()
+    file_of(cache, 0).unlink()
     with pytest.raises(ValueError, match=r"no layers to run.*num_hidden_layers=0"):
         write(tmp_path, layerless, rows, dtype="float32")
 
@@ -602,7 +589,7 @@ def test_a_residual_that_is_not_finite_is_not_stored(target, tmp_path, bad):
     rows[bad]["input_ids"][-1] = 5
     with pytest.raises(ValueError, match=f"residual of row {bad} is not finite"):
         write(tmp_path, target, rows)
-    assert json.loads((tmp_path / "features.json").read_text())["shards"][0]["sha256"]
+    assert shards_of(tmp_path)  # those before it
 
 
 def test_a_model_of_another_layout_is_refused(tmp_path):

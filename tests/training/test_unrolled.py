@@ -15,7 +15,7 @@ from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, cap
 from hf_hyperdflash.drafters.parts.rank_head import rank_classes, rank_features
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.losses.loss import IGNORE_INDEX, rank_loss
-from hf_hyperdflash.training.losses.objective import collate, training_layer_ids
+from hf_hyperdflash.training.losses.objective import collate
 
 from ..conftest import CSA, SLIDING, mostly_nightly, prompt, tiny_target
 from ..helpers import oracle_eagle3, oracle_specblock
@@ -47,9 +47,10 @@ def what_is_read(drafter, target, ids):
 
 
 def prepared(trainer, batch):
-    """A batch with what training lays over it, and the residual."""
+    """Add what training lays over a batch, and return the residual."""
     trainer.objective.add_anchors(batch, trainer.state.global_step)
-    return trainer.residual(batch)
+    batch["residual"] = trainer.residual(batch)
+    return batch["residual"]
 
 
 OWN = {"draft_vocab_size": 40, "own_embedding": True}
@@ -66,9 +67,9 @@ def test_specblock_is_trained_as_the_loops_say(tmp_path, target, fields):
     drafter = unrolled("specblock", target, **{"block_size": 3, "max_blocks": 3, **fields})
     trainer = trainer_for(tmp_path, target, drafter, "specblock", train=packed_rows([(9, 14), (12, 11), (23,)]))
     batch = collate(trainer.train_dataset.to_list())
-    residual = prepared(trainer, batch)
+    prepared(trainer, batch)
     anchors, steps, size = batch["anchors"], batch["steps"], drafter.config.block_size
-    found = trainer.objective.run_drafter(drafter, batch, anchors, residual, steps)
+    found = trainer.objective.run_drafter(drafter, batch)
     tensors, shape = specblock_oracle(drafter, target)
     off = frozenset(name for name in ("shift", "broadcast") if not fields.get(name, True))
     first, compared = steps[::size].tolist(), 0
@@ -149,7 +150,7 @@ def test_specblocks_loss_counts_valid_prefixes_and_ranks(tmp_path, target, field
     labels = batch["labels"]
     # Where the drafter is right must not always be nowhere: half of the labels are what it drafts.
     with torch.no_grad():
-        drafted = trainer.objective.run_drafter(drafter, batch, batch["anchors"], residual, batch["steps"])
+        drafted = trainer.objective.run_drafter(drafter, batch)
         logits = drafter.drafted_logits(target_of(target), drafted.states)
         chance = torch.Generator().manual_seed(0)
         copied = torch.rand(labels.shape, generator=chance) < 0.6
@@ -305,7 +306,7 @@ def test_no_anchor_without_an_entry(tmp_path, target):
     batch = collate(trainer.train_dataset.to_list())
     trainer.objective.add_anchors(batch, trainer.state.global_step)
     assert batch["anchors"].tolist() == [list(range(1, 9))]
-    assert training_layer_ids(drafter, target_of(target))[-1] == -1
+    assert trainer.objective.layer_ids[-1] == -1
 
 
 def test_lora_with_a_whole_rank_head(tmp_path, target):

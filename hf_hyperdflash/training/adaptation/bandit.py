@@ -34,15 +34,7 @@ class Arm:
 
 @dataclass
 class Bandit:
-    """Chooses among arms.
-
-    Args:
-        names: The arms, the cheapest one first. It is tried first.
-        horizon: Requests that profit from an update.
-
-    Attributes:
-        arms: By name.
-    """
+    """Chooses among arms, the cheapest one first, which is tried first. `horizon` requests profit from an update."""
 
     names: Sequence[str]
     horizon: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..arguments import RECIPES
+from ..flags import RECIPES
 
 POLICIES = ("bandit", "always", "never")
 

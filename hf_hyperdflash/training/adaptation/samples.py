@@ -14,13 +14,8 @@ _MOST_HELD_OUT = 4
 
 
 class Sample:
-    """The tokens of one generation with their residual; the last ones if they are too many.
-
-    Args:
-        layer_ids: Layers whose residual streams are recorded.
-        most_bytes: Most memory for the residual.
-        is_sampled: Whether the text is sampled; else it is greedy.
-    """
+    """The tokens of one generation, sampled or greedy, with their residual of some layers; the last ones if they are
+    too many for `most_bytes`."""
 
     def __init__(self, layer_ids: Sequence[int], most_bytes: int, is_sampled: bool = False) -> None:
         self.layer_ids, self.most_bytes, self.is_sampled = list(layer_ids), most_bytes, is_sampled
@@ -60,15 +55,8 @@ class Sample:
 
 
 class ReplayBuffer:
-    """The rows of the last generations, within a limit of memory, to learn from again.
-
-    Args:
-        most_bytes: Most memory for the rows to learn from.
-        seed: Seed of the rows that are drawn.
-
-    Attributes:
-        held_out: Some rows from all the time, that are never learned from.
-    """
+    """The rows of the last generations, within a limit of memory, to learn from again; a few from all the time are
+    held out and never learned from."""
 
     def __init__(self, most_bytes: int, seed: int = 0) -> None:
         self.most_bytes, self._random = most_bytes, random.Random(seed)

@@ -37,19 +37,9 @@ CHUNK = 16  # batches of conversations with several turns that are answered toge
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """What shapes an answer. All but the batch size is written beside the answers (`answers.jsonl.settings`).
-
-    Attributes:
-        question_suffix: What is put after the question of question/answer rows.
-        max_prompt_length: Tokens; a longer prompt ends its conversation.
-        max_new_tokens: Most tokens of an answer.
-        temperature: 0 is greedy.
-        top_p: Of sampling.
-        thinking: Whether the target reasons first; stored as `reasoning_content`.
-        seed: Of sampling, and of the order of the batches.
-        dtype: As it was asked for, of the target.
-        batch_size: Prompts that are answered together, at most.
-    """
+    """What shapes an answer. All but the batch size is written beside the answers (`answers.jsonl.settings`). A
+    temperature of 0 is greedy, `dtype` is the target's as it was asked for, and the seed is that of sampling and of
+    the order of the batches."""
 
     question_suffix: str = ""
     max_prompt_length: int = 4096
@@ -174,11 +164,6 @@ class WrittenAnswers:
     def __init__(self, path: Path, settings: Mapping[str, str | float | None]) -> None:
         self.path, self.settings = path, settings
         self.beside = path.with_name(f"{path.name}.settings")  # a suffix that nobody reads as rows
-        self._check_settings()
-        self.answers = self._read()
-        self.cut = [answers[-1][1] for answers in self.answers.values()]
-
-    def _check_settings(self) -> None:
         is_there = self.beside.exists() and self.path.exists()
         then = json.loads(self.beside.read_text(encoding="utf-8")) if is_there else {}
         changed = sorted(name for name in then.keys() & self.settings.keys() if then[name] != self.settings[name])
@@ -189,6 +174,8 @@ class WrittenAnswers:
             raise ValueError(
                 f"{self.path} has answers of other settings: {differ}. Name another --output, or delete that one."
             )
+        self.answers = self._read()
+        self.cut = [answers[-1][1] for answers in self.answers.values()]
 
     def _read(self) -> dict[str, list[Answer]]:
         """Return messages by conversation. The unfinished last line of a killed run is removed."""
@@ -219,7 +206,9 @@ class WrittenAnswers:
         """Answer the conversations that have no answer yet, and write each line at once."""
         waiting = {conversation.prompt_id for conversation in asked} - self.answers.keys()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.beside.write_text(json.dumps(self.settings, indent=1))
+        unfinished = self.beside.with_name(f"{self.beside.name}.tmp")  # a kill leaves the settings whole
+        unfinished.write_text(json.dumps(self.settings, indent=1))
+        os.replace(unfinished, self.beside)
         bar = {"total": len(asked), "initial": len(asked) - len(waiting), "smoothing": 0}  # its end by the mean
         with self.path.open("a") as file, tqdm(**bar, desc="answering", unit="prompt") as progress:
             for chunk in _chunks(asked, target, how):

@@ -120,21 +120,13 @@ def block_masks(
 
 
 def walk_rounds(anchors: torch.Tensor, matched: torch.Tensor, available: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the verification rounds that generation would need for a text that the target wrote.
+    """Return the verification rounds that generation would need for a text that the target wrote: of each, emitted
+    tokens and accepted drafts.
 
     Starts at the first anchor of each supervised stretch; a round that accepts n drafts goes on from the token after
     them, as generation does. Unlike an average over random anchors this does not favour easy stretches, where rounds
-    are long and few.
-
-    Args:
-        anchors: Indices of every candidate of one row, `[anchors]`, ascending, -1 ignored.
-        matched: How many drafts in a row equal the text, `[anchors]`.
-        available: How many tokens of the same stretch follow the anchor, at least up to one more than can be drafted,
-            `[anchors]`.
-
-    Returns:
-        Per round, emitted tokens and accepted drafts.
-    """
+    are long and few. The anchors are every candidate of one row, ascending, -1 ignored; `matched` drafts in a row
+    equal the text; `available` tokens of the same stretch follow, at least up to one more than can be drafted."""
     at = {a: (m, n) for a, m, n in zip(anchors.tolist(), matched.tolist(), available.tolist()) if a >= 0}
     rounds, position = [], -1
     for anchor, (accepted, left) in at.items():
@@ -147,17 +139,9 @@ def walk_rounds(anchors: torch.Tensor, matched: torch.Tensor, available: torch.T
 
 
 def expected_rounds(anchors: torch.Tensor, acceptance: torch.Tensor, available: torch.Tensor) -> float:
-    """Return the expected number of verification rounds for a text by sampling ([`walk_rounds`] is for greedy text).
-
-    Args:
-        anchors: Indices of every candidate of one row, `[anchors]`, ascending, -1 ignored.
-        acceptance: How probable each draft's acceptance is once those before it are accepted, `[anchors, drafts]`.
-        available: How many tokens of the same stretch follow the anchor, at least up to one more than can be drafted,
-            `[anchors]`.
-
-    Returns:
-        The sum over anchors of the probability that a round starts there.
-    """
+    """Return the expected number of verification rounds for a text by sampling, the sum over anchors of the
+    probability that a round starts there. `acceptance`, `[anchors, drafts]`, is how probable each draft's acceptance
+    is once those before it are accepted; the others are those of [`walk_rounds`]."""
     starts = {anchor: 0.0 for anchor in anchors.tolist() if anchor >= 0}
     for anchor, rates, left in zip(anchors.tolist(), acceptance.tolist(), available.tolist()):
         if anchor < 0:

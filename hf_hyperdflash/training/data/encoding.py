@@ -30,33 +30,20 @@ def encode_chat(
     tools: list[Tool] | None = None,
     end_ids: Collection[int] | None = None,
 ) -> dict[str, list[int]]:
-    """Tokenize a conversation with the tokenizer's chat template and mark the assistant's tokens.
+    """Tokenize a conversation with the tokenizer's chat template and mark the assistant's tokens: `input_ids` `[seq]`
+    and `loss_mask` `[seq]`, 1 on the tokens of answers including the end of the turn.
 
     The answers are the text inside the template's `{% generation %}` tags. In a template without tags, an answer is
     what the conversation up to it adds to its generation prompt; an answer that is rendered differently once the
-    conversation goes on (templates that drop old reasoning) is not supervised. Neither is one whose `train` is False.
-    What follows the last answer is left out. A turn with `reasoning_content` is in thinking mode.
+    conversation goes on (templates that drop old reasoning) is not supervised. Neither is one whose `train` is False,
+    nor the end of a `truncated` one. What follows the last answer is left out. A turn with `reasoning_content` is in
+    thinking mode.
 
-    Where an answer has no end token of its own, and the next turn begins with one (GLM's `<|user|>`), that belongs to
-    the answer. It is added after the last one.
+    Where an answer has no end token of its own (`end_ids`, or any special token), and the next turn begins with one
+    (GLM's `<|user|>`), that belongs to the answer. It is added after the last one.
 
     Tokens are those of the whole text, as the tokenizer writes them. One that reaches from a prompt into an answer,
-    which generation never writes, is written as two where the tokenizer can, else it is not supervised.
-
-    Args:
-        tokenizer: The target's tokenizer.
-        messages: The conversation, as [`to_messages`] a row.
-        truncated: The last answer hit a token limit: it has no end to learn from, and none is encoded.
-        tools: What the assistant may call, as [`read_tools`] a row.
-        end_ids: The target's end tokens, by [`end_ids_of`]; every special token of the tokenizer if `None`.
-
-    Returns:
-        `input_ids` `[seq]` and `loss_mask` `[seq]`, 1 on the tokens of answers including the end of the turn, else 0.
-
-    Raises:
-        ValueError: If the tokenizer has no chat template, the template refuses the conversation, or an answer is there
-            but none can be located.
-    """
+    which generation never writes, is written as two where the tokenizer can, else it is not supervised."""
     ids, mask, _ = encode_with_notes(tokenizer, messages, truncated, tools, end_ids)
     return {"input_ids": ids, "loss_mask": mask}
 
@@ -345,22 +332,11 @@ def encode_prompts(
     thinking: bool = False,
     at_most: int | None = None,
 ) -> list[torch.Tensor]:
-    """Return generation prompts of dataset rows: each conversation without its last answer.
+    """Return generation prompts of dataset rows, `[1, seq]` each: each conversation without its last answer. Of
+    several user turns without an answer, only the first is asked. `thinking` asks for reasoning.
 
-    Args:
-        tokenizer: The target's tokenizer.
-        rows: Anything [`to_messages`] understands, with `tools` if there are any. Of several user turns without an
-            answer, only the first is asked.
-        thinking: Ask for reasoning, by the chat template's `thinking` or `enable_thinking`.
-        at_most: The number of first rows to use; rows that give no prompt are skipped. By default every row is used.
-
-    Returns:
-        One tensor of token ids per row, `[1, seq]`.
-
-    Raises:
-        ValueError: If the tokenizer has no chat template, or a row (with `at_most`, every row) no user turn, or the
-            template refuses it.
-    """
+    With `at_most`, rows that give no prompt are skipped until so many are found. Raise a `ValueError` if the tokenizer
+    has no chat template, or a row (with `at_most`, every row) no user turn, or the template refuses it."""
     chat_template_of(tokenizer)
     prompts: list[torch.Tensor] = []
     refused: ValueError | None = None

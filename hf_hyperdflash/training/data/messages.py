@@ -118,20 +118,21 @@ def _exchange(
         question = "\n".join(str(part) for part in parts if part)
     else:
         _refuse_unread(given, ("input", "context"))
-    answers = _as_messages(_clean_worked_answer(answer) if answer_column == "answer" else answer, "assistant")
+    if answer_column == "answer" and isinstance(answer, str):  # GSM8K's
+        worked, marker, final = re.sub(r"<<.*?>>", "", answer).partition("\n#### ")
+        answer = f"{worked}\nThe answer is \\boxed{{{final.strip()}}}." if marker else worked
+    answers = _as_messages(answer, "assistant")
     reasoning = next((given[name] for name in REASONING if name in given and not _is_switch(given[name])), None)
     if reasoning is not None:
         answers[:1] = [_normalized({"thinking": reasoning, **answers[0]})]
-    return [*_history(given.get("history", [])), *_as_messages(question, "user"), *answers]
-
-
-def _history(given: Any) -> list[Message]:
-    """Return the messages of earlier exchanges, given as pairs of question and answer or as messages."""
-    if isinstance(given, list) and all(isinstance(part, dict) for part in given):
-        return _as_messages(given)
-    if not (isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given)):
-        raise ValueError(f"`history` is {str(given)[:60]!r}, expected pairs of a question and its answer.")
-    return [m for pair in given for m in (*_as_messages(pair[0], "user"), *_as_messages(pair[1], "assistant"))]
+    history: Any = given.get("history", [])  # messages, or pairs of a question and its answer
+    if not isinstance(history, list) or not all(isinstance(part, dict) for part in history):
+        if not (isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)):
+            raise ValueError(f"`history` is {str(history)[:60]!r}, expected pairs of a question and its answer.")
+        history = [
+            m for asked, said in history for m in (*_as_messages(asked, "user"), *_as_messages(said, "assistant"))
+        ]
+    return [*_as_messages(history), *_as_messages(question, "user"), *answers]
 
 
 def read_tools(row: Mapping[str, Json]) -> list[Tool] | None:
@@ -267,10 +268,3 @@ def _from_sharegpt(turn: Json) -> Message:
         if turn.get(sharegpt_name) is not None:
             message[name] = turn[sharegpt_name]
     return message
-
-
-def _clean_worked_answer(answer: Json) -> Json:
-    if not isinstance(answer, str):
-        return answer
-    steps, marker, final = re.sub(r"<<.*?>>", "", answer).partition("\n#### ")
-    return f"{steps}\nThe answer is \\boxed{{{final.strip()}}}." if marker else steps

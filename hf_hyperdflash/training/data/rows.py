@@ -8,9 +8,10 @@ import logging
 import os
 import re
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .blocks import anchor_candidates
 from .encoding import chat_template_of, encode_with_notes
-from .file_positions import POSITION_COLUMN, encoding_error, json_error, locating_errors, read_rows, type_mismatch
+from .file_positions import POSITION_COLUMN, check_encoding, locating_errors, read_rows
 from .messages import read_tools, says_nothing, to_messages
 
 if TYPE_CHECKING:
@@ -82,18 +83,12 @@ _FIRST_ROWS = 1000  # of a stream: one of them has to be trainable
 
 
 def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dataset | IterableDataset:
-    """Load a dataset from a local file or directory, or by its Hub name.
-
-    Args:
-        source: A `.json`, `.jsonl` or `.parquet` file, a directory of such files or one that `save_to_disk` wrote, or
-            a Hub name, optionally with a configuration after a colon (`"openai/gsm8k:main"`).
-        split: The split. Single files have only one.
-        streaming: Read rows as they are used instead of converting all of them first.
-
-    Raises:
-        ValueError: If there is no such file, split or dataset, a file is damaged or empty, or the Hub is not reached.
-    """
-    from datasets import IterableDataset, load_dataset, load_dataset_builder  # an extra: only training needs it
+    """Load a dataset: a `.json`, `.jsonl` or `.parquet` file, a directory of such files or one that `save_to_disk`
+    wrote, or a Hub name, optionally with a configuration after a colon (`"openai/gsm8k:main"`). Single files have one
+    split. A stream reads rows as they are used. Raise a `ValueError` if there is no such file, split or dataset, a
+    file is damaged or empty, or the Hub is not reached."""
+    # An extra: only training needs it.
+    from datasets import DatasetDict, IterableDataset, load_dataset, load_dataset_builder, load_from_disk
 
     suffix = os.path.splitext(source)[1].lower()
     if os.path.exists(source):
@@ -104,9 +99,22 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
                     return IterableDataset.from_generator(read_rows, gen_kwargs={"path": source})
                 reader = "parquet" if suffix == ".parquet" else "json"
                 rows = load_dataset(reader, data_files=source, split="train", streaming=streaming)
-                return _as_in_file(rows, source) if is_json else rows
+                mixed = (
+                    [name for name, feature in rows.features.items() if "Json(" in repr(feature)] if is_json else []
+                )
+                if mixed and len(read := list(read_rows(source))) == len(rows):
+                    for name in mixed:  # columns of several types, with the values of the file
+                        rows = _json_column(rows, name, [row.get(name) for row in read])
+                return rows
             if any(os.path.exists(os.path.join(source, name)) for name in ("state.json", "dataset_dict.json")):
-                return _load_saved(source, split, streaming)
+                saved = load_from_disk(source)
+                if isinstance(saved, DatasetDict):
+                    if split not in saved:
+                        raise ValueError(
+                            f"The dataset at {source!r} has no split {split!r}: expected one of {sorted(saved)}."
+                        )
+                    saved = saved[split]
+                return saved.to_iterable_dataset() if streaming else saved
             files = (load_dataset_builder(source).config.data_files or {}).get(split, [])
             if files and all(file.endswith((".json", ".jsonl")) for file in files):
                 return joined([load_rows(file, streaming=streaming) for file in files])
@@ -121,15 +129,6 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
             f"Dataset {source!r} is no local file or directory and could not be loaded from the Hub ({error}). Check "
             "the name, `HF_HUB_OFFLINE` and the network, or give the path of a .json, .jsonl or .parquet file."
         ) from error
-
-
-def _as_in_file(rows: Dataset, path: str) -> Dataset:
-    """Return rows with the values of a JSON file in columns of several types."""
-    mixed = [name for name, feature in rows.features.items() if "Json(" in repr(feature)]
-    if mixed and len(read := list(read_rows(path))) == len(rows):
-        for name in mixed:
-            rows = _json_column(rows, name, [row.get(name) for row in read])
-    return rows
 
 
 def joined(parts: list[Any]) -> Any:
@@ -178,10 +177,11 @@ def _explaining_read_errors(path: str, suffix: str, streaming: bool) -> Iterator
     if os.path.isdir(path):
         files = sorted(glob.glob(os.path.join(glob.escape(path), "*.jsonl")))
         found = sorted(glob.glob(os.path.join(glob.escape(path), "**", "*.json*"), recursive=True))
-    if streaming:
-        _raise_first(json_error(file, _FIRST_ROWS) for file in files)
-    # Readers do not check text, which would fail later.
-    _raise_first(encoding_error(file) for file in found if file.endswith((".json", ".jsonl")))
+    for file in files if streaming else ():
+        deque(islice(read_rows(file), _FIRST_ROWS), maxlen=0)
+    for file in found:
+        if file.endswith((".json", ".jsonl")):
+            check_encoding(file)
     reader = logging.getLogger("datasets.packaged_modules")
     level = reader.level
     reader.setLevel(logging.CRITICAL)  # its message says what is wrong, but not where
@@ -192,29 +192,16 @@ def _explaining_read_errors(path: str, suffix: str, streaming: bool) -> Iterator
             f"{path} has no dataset: expected .json, .jsonl or .parquet files, or what `save_to_disk` wrote."
         ) from error
     except (DatasetsError, StopIteration, ValueError) as error:
-        _raise_first(json_error(file) for file in files)
-        _raise_first(type_mismatch(file) for file in files)
+        for file in files:
+            deque(read_rows(file), maxlen=0)  # raises with the line
         if isinstance(error, ValueError):
             raise
-        raise ValueError(f"{path} cannot be read as rows ({error.__cause__ or error}).") from error
+        raise ValueError(
+            f"{path} cannot be read as rows ({error.__cause__ or error}). Where a column has values of several types, "
+            "`pip install -U datasets`, or make them alike."
+        ) from error
     finally:
         reader.setLevel(level)
-
-
-def _raise_first(reasons: Iterable[str | None]) -> None:
-    if reason := next(filter(None, reasons), None):
-        raise ValueError(reason)
-
-
-def _load_saved(path: str, split: str, streaming: bool) -> Dataset | IterableDataset:
-    from datasets import DatasetDict, load_from_disk
-
-    saved = load_from_disk(path)
-    if isinstance(saved, DatasetDict):
-        if split not in saved:
-            raise ValueError(f"The dataset at {path!r} has no split {split!r}: expected one of {sorted(saved)}.")
-        saved = saved[split]
-    return saved.to_iterable_dataset() if streaming else saved
 
 
 def truncate(input_ids: list[int], loss_mask: list[int], max_length: int) -> tuple[list[int], list[int]]:
@@ -248,13 +235,8 @@ def pack(lengths: list[int], max_length: int) -> list[list[int]]:
 
 
 def frequent_tokens(rows: Iterable[Mapping[str, Any]], count: int, vocab_size: int) -> torch.Tensor:
-    """Return the most frequent tokens of supervised text, `[count]`, ascending; of equally frequent ones the first.
-
-    Args:
-        rows: `input_ids` and `loss_mask`, as [`prepare_dataset`] returns them.
-        count: How many.
-        vocab_size: Of the target's vocabulary.
-    """
+    """Return the most frequent tokens of supervised text of rows as [`prepare_dataset`] returns them, `[count]`,
+    ascending; of equally frequent ones the first."""
     return count_tokens(rows, vocab_size).sort(descending=True, stable=True).indices[:count].sort().values
 
 
@@ -284,7 +266,8 @@ def prepare_dataset(
     positions: int | None = None,
     end_ids: Collection[int] | None = None,
 ) -> Dataset | IterableDataset:
-    """Turn conversations into training rows.
+    """Turn conversations into training rows: lists `input_ids`, `loss_mask` and `position_ids`, which count from 0 in
+    every document. A list becomes a map-style dataset.
 
     Skipped are conversations that cannot be read or that the chat template refuses, and rows without an anchor, two
     neighbouring supervised tokens of one document. How many, why and where the first is, how many were cut to
@@ -303,13 +286,8 @@ def prepare_dataset(
         positions: The target's: longer rows than these cannot be had.
         end_ids: As of [`encode_chat`].
 
-    Returns:
-        A dataset of the same kind (of a list, map-style) with lists `input_ids`, `loss_mask` and `position_ids`, which
-        count from 0 in every document. As many documents were kept as there are zeros among `position_ids`.
-
     Raises:
-        ValueError: If no row (of the first 1,000 of a stream) is left, or a tokenized row does not fit the arguments:
-            with its file and line, if [`add_file_positions`] has been there.
+        ValueError: If no row (of the first 1,000 of a stream) is left, or a tokenized row does not fit the arguments.
     """
     from datasets import Dataset, Features, IterableDataset, Sequence, Value
 
@@ -349,11 +327,22 @@ def prepare_dataset(
             _encode_row, with_indices=True, fn_kwargs=how, remove_columns=columns, features=with_notes, **processes
         )
     report = _Report(max_length, positions)
-    rows = (
-        _stream_without_skipped(documents, columns, report)
-        if streaming
-        else _without_skipped(documents, columns, report, num_proc)
-    )
+    if streaming:
+        first = _Report(max_length)
+        for row in documents.take(_FIRST_ROWS):
+            first.add(row[_NOTES], row[_POSITION])
+            if _is_usable(row[_NOTES]):
+                break
+        else:
+            raise first.nothing_left(f"the first {_FIRST_ROWS:,} rows", columns)
+        rows = documents.filter(report.count_and_check, input_columns=[_NOTES, _POSITION])
+    else:
+        rows = documents.filter(_is_usable, input_columns=[_NOTES], num_proc=num_proc)
+        for notes, position in zip(documents[_NOTES], documents[_POSITION]):
+            report.add(notes, position)
+        if not len(rows):
+            raise report.nothing_left(f"{len(documents)} rows", columns)
+        report.log_all()
     rows = rows.remove_columns([_NOTES, _POSITION])
     if not packing:
         return rows
@@ -379,7 +368,15 @@ def _encode_row(
                 "tokenizer (`processing_class` of the trainer)."
             )
         else:
-            ids, mask, notes = _encode_conversation(row, tokenizer, end_ids)
+            ids, mask, notes = [], [], []
+            try:
+                messages, tools = to_messages(row), read_tools(row)
+                ids, mask, notes = encode_with_notes(tokenizer, messages, bool(row.get("truncated")), tools, end_ids)
+                answers = [m for m in messages if m["role"] == "assistant" and m.get("train") is not False]
+                if answers and all(map(says_nothing, answers)) and sum(mask) < 2:
+                    notes = ["empty"]
+            except ValueError as error:  # a row that cannot be used gets a note and stops no run
+                notes = ["refused", str(error)]
         counted, whole = list(range(len(ids))), mask
         given = row.get("position_ids")
         positions = counted if given is None or not len(given) else list(map(index, given))
@@ -402,20 +399,6 @@ def _encode_row(
             notes = ["short" if any(mask) else "unmarked" if is_tokenized else "unanswered"]
     position = row.get(POSITION_COLUMN) or f"row {number} (the first is 0)"
     return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, _NOTES: notes, _POSITION: position}
-
-
-def _encode_conversation(
-    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int] | None
-) -> tuple[list[int], list[int], list[str]]:
-    """Return tokens, loss mask and notes of a conversation. A row that cannot be used gets a note and stops no run."""
-    try:
-        messages = to_messages(row)
-        ids, mask, notes = encode_with_notes(tokenizer, messages, bool(row.get("truncated")), read_tools(row), end_ids)
-    except ValueError as error:
-        return [], [], ["refused", str(error)]
-    answers = [m for m in messages if m["role"] == "assistant" and m.get("train") is not False]
-    is_empty = bool(answers) and all(map(says_nothing, answers))
-    return ids, mask, ["empty"] if is_empty and sum(mask) < 2 else notes
 
 
 def _checked_tokens(row: Mapping[str, Any], vocab_size: int | None) -> tuple[list[int], list[int]]:
@@ -441,26 +424,6 @@ def _is_usable(notes: list[str]) -> bool:
     return not notes or notes[0] not in _SKIPPED
 
 
-def _without_skipped(documents: Dataset, columns: list[str], report: _Report, num_proc: int | None) -> Dataset:
-    """Return the documents that have an anchor, and log the notes on all."""
-    rows = documents.filter(_is_usable, input_columns=[_NOTES], num_proc=num_proc)
-    for notes, position in zip(documents[_NOTES], documents[_POSITION]):
-        report.add(notes, position)
-    if not len(rows):
-        raise report.nothing_left(f"{len(documents)} rows", columns)
-    report.log_all()
-    return rows
-
-
-def _stream_without_skipped(documents: IterableDataset, columns: list[str], report: _Report) -> IterableDataset:
-    seen = _Report(report.max_length)
-    for row in documents.take(_FIRST_ROWS):
-        seen.add(row[_NOTES], row[_POSITION])
-        if _is_usable(row[_NOTES]):
-            return documents.filter(report.count_and_check, input_columns=[_NOTES, _POSITION])
-    raise seen.nothing_left(f"the first {_FIRST_ROWS:,} rows", columns)
-
-
 class _Report:
     """Counts the notes on rows that are skipped or cut, and logs them."""
 
@@ -477,21 +440,17 @@ class _Report:
     def add(self, notes: list[str], position: str) -> list[str]:
         """Count a row, and return its notes as they are counted."""
         self.seen += 1
-        if notes[:1] == ["refused"]:
-            notes = [self._reason_key(notes[1])]
+        if notes[:1] == ["refused"]:  # messages that differ only in what they quote have one reason
+            reason = f"refused {_QUOTED.sub('', notes[1])}"
+            if reason not in self.why and len(self.why) >= _MOST_REASONS:
+                reason = "refused"
+            self.why.setdefault(reason, notes[1])
+            notes = [reason]
         self.times.update(notes)
         for name in set(notes):
             self.count[name] += 1
             self.first.setdefault(name, position)
         return notes
-
-    def _reason_key(self, why: str) -> str:
-        """Return the reason of a message: messages that differ only in what they quote have one reason."""
-        reason = f"refused {_QUOTED.sub('', why)}"
-        if reason not in self.why and len(self.why) >= _MOST_REASONS:
-            reason = "refused"
-        self.why.setdefault(reason, why)
-        return reason
 
     def count_and_check(self, notes: list[str], position: str) -> bool:
         """Count a row of a stream, and return whether it is usable. A count is logged whenever it has doubled."""
@@ -518,18 +477,14 @@ class _Report:
     def nothing_left(self, position: str, columns: list[str]) -> ValueError:
         most = max([*self.why, *_SKIPPED], key=lambda reason: self.count[reason])
         if most == "unanswered":
-            return _no_assistant_text(f"{position}, the first {self.first[most]}", columns)
+            return ValueError(
+                f"No assistant text in {position}, the first {self.first[most]} (columns "
+                f"{sorted(set(columns) - {POSITION_COLUMN})}): expected conversations that end with an answer of at "
+                "least two tokens. `hf-hyperdflash answers` writes the target's answers to datasets that only ask."
+            )
         if most == "untrainable":
             most = max(_REASONS, key=lambda reason: self.times[reason])
         return ValueError(f"Nothing to train on in {position}. {self._log_line(most)}")
-
-
-def _no_assistant_text(position: str, columns: list[str]) -> ValueError:
-    return ValueError(
-        f"No assistant text in {position} (columns {sorted(set(columns) - {POSITION_COLUMN})}): expected "
-        "conversations that end with an answer of at least two tokens. `hf-hyperdflash answers` writes the target's "
-        "answers to datasets that only ask."
-    )
 
 
 def _pack_rows(documents: dict[str, list[list[int]]], max_length: int) -> dict[str, list[list[int]]]:

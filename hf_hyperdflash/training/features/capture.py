@@ -17,20 +17,11 @@ def compute_residual(
     position_ids: torch.Tensor,
     target_layer_ids: Sequence[int] = (-1,),
 ) -> torch.Tensor:
-    """Compute the residual streams of right-padded or packed rows, by default the pre-collapse ones.
+    """Compute the residual streams of right-padded or packed rows, by default the pre-collapse ones, `[batch, seq,
+    len(target_layer_ids) * config.hc_mult, config.hidden_size]` on the device of `input_ids`.
 
-    The target runs over each document alone, so that none sees another: V4's compressors have no mask for that.
-    Padding on the right changes nothing, because every part of V4 is causal.
-
-    Args:
-        target: The target, in eval mode.
-        input_ids: `[batch, seq]`.
-        position_ids: `[batch, seq]`, counting from 0 in every document of a row.
-        target_layer_ids: As in [`capture_residual`].
-
-    Returns:
-        `[batch, seq, len(target_layer_ids) * config.hc_mult, config.hidden_size]` on the device of `input_ids`.
-    """
+    The target runs over each document alone, whose `position_ids` count from 0, so that none sees another: V4's
+    compressors have no mask for that. Padding on the right changes nothing, because every part of V4 is causal."""
     packed = bool((position_ids != torch.arange(input_ids.shape[1], device=position_ids.device)).any())
     if not packed:
         return _forward(target, input_ids, target_layer_ids).to(input_ids.device)

@@ -29,24 +29,13 @@ PARTS = ("head", "body", "config")
 
 
 def target_fingerprint(target: PreTrainedModel, rounded_to: torch.dtype | None = None) -> dict[str, str]:
-    """Return digests of a target. Any change gives other digests; device and name do not matter.
+    """Return digests of a target: `"head"` over what training reads beside the feature cache, `"body"` over the other
+    weights (empty for a target loaded without layers), `"config"` over [`config_fields`]. Device and name do not
+    matter.
 
-    Weights count by value: a bfloat16 checkpoint has the same digests when it is loaded as float32. A float32 one that
-    is rounded to bfloat16 has others, and so has a quantized one. Offloaded weights are fetched one module at a time,
-    FSDP2's are gathered (all ranks must call). Nothing is cached between calls, because weights may change.
-
-    Args:
-        target: The target.
-        rounded_to: The precision that weights are taken in; their own by default.
-
-    Returns:
-        `"head"` over embedding, final norm, collapse and language model head, which training reads beside the feature
-        cache; `"body"` over the other weights, an empty string for a target loaded without layers; and `"config"` over
-        [`config_fields`].
-
-    Raises:
-        ValueError: If it is no target, or the values of a weight are not in this process.
-    """
+    Weights count by value, `rounded_to` a precision if one is given: a bfloat16 checkpoint has the same digests when
+    it is loaded as float32, a quantized one has others. Offloaded weights are fetched one module at a time, FSDP2's
+    are gathered (all ranks must call). Nothing is cached between calls, because weights may change."""
     roots = (*target_of(target).collapse_modules, target.get_input_embeddings(), target.get_output_embeddings())
     heads = {id(module) for root in roots for module in root.modules()}
     parts: dict[str, list[str]] = {"head": [], "body": []}
@@ -63,11 +52,8 @@ def short_fingerprint(fingerprint: dict[str, str]) -> str:
 
 def changed_parts(recorded: str, target: PreTrainedModel, rounded_to: torch.dtype | None = None) -> list[str] | None:
     """Return those of `PARTS` in which a target, as it is or `rounded_to` a precision, differs from a record of
-    [`short_fingerprint`].
-
-    Returns:
-        `None` for a record that earlier releases wrote: two digests of a few values of each weight.
-    """
+    [`short_fingerprint`]; `None` for a record that earlier releases wrote: two digests of a few values of each
+    weight."""
     words = dict(zip(PARTS, recorded.split()))
     if len(words) < len(PARTS):
         return None

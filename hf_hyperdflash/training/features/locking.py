@@ -11,14 +11,8 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def only_writer(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Lock `<path>.lock`. The lock file stays there; the system releases the lock of a dead process.
-
-    Args:
-        path: The file that is written. Its folder exists.
-
-    Raises:
-        ValueError: At once, if another process, or another call of this one, writes there.
-    """
+    """Lock `<path>.lock`, or raise a `ValueError` at once if another process, or another call of this one, writes
+    there. The lock file stays there; the system releases the lock of a dead process."""
     try:
         lock = FileLock(f"{os.fspath(path)}.lock").acquire(timeout=0)
     except Timeout as error:

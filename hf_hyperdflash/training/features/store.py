@@ -1,4 +1,9 @@
-"""The feature cache: the target's residual of a dataset's rows on disk, written once and read many times."""
+"""The feature cache: the target's residual of a dataset's rows on disk, written once and read many times.
+
+A folder has parts, each a file with a group of rows and named by them, and lists of parts in the order of the rows. A
+list is written before its parts, and a part that is there is whole. So a killed call goes on with the parts that are
+missing, and caches of one target are joined by putting their files into one folder.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +14,17 @@ import json
 import os
 import reprlib
 import shutil
-import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from tqdm import tqdm as PlainBar
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...targets.registry import target_of
 from ..runs.progress import progress_bar
@@ -33,85 +36,72 @@ if TYPE_CHECKING:
     import datasets
 
 Rows: TypeAlias = "datasets.Dataset | Sequence[Mapping[str, Any]]"
+Identity: TypeAlias = dict[str, Any]
 
-_INDEX, _FORMAT, _UNFINISHED = "features.json", 2, ".tmp"
-_INDEX_FIELDS = {
-    "version", "target", "dtype", "target_layer_ids", "hc_mult", "hidden_size", "rows", "tokens", "rows_sha256",
-    "shards",
-}  # fmt: skip
-_SHARD_FIELDS = {"name", "rows", "tokens", "bytes", "sha256"}
+_FORMAT, _UNFINISHED, _LISTS = 3, ".tmp", "features-*.json"
 FEATURE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 _COLUMNS = {"input_ids": torch.int32, "loss_mask": torch.bool, "position_ids": torch.int32}
-_SHARD_SECONDS, _SHARD_SIZE = 15, 2 * 2**30  # of a shard without a given size: the work that a killed call may lose
-_RESERVED_BYTES = 64 * 2**20  # stays free on the disk: for file headers, the index, and other programs
+_SHARD_SIZE = 256 * 2**20  # the work that a killed call may lose
+_RESERVED_BYTES = 64 * 2**20  # stays free on the disk: for file headers, the list, and other programs
 _SPACE_ADVICE = (
     "Free some space or choose another directory, store it as dtype='float8' (half of bfloat16), use fewer rows, or "
     "train with feature_source='online', which stores nothing."
 )
 
 
-class TargetIdentity(TypedDict):
-    """What an index says of the target that wrote the cache: fingerprints of its weights, and its configuration."""
-
-    name: str
-    head: str
-    body: str
-    config: dict[str, Any]
-
-
-class Shard(TypedDict):
-    """A file of a cache; `bytes` and `sha256` are known once it is written."""
+class Part(NamedTuple):
+    """A file of a cache: its name without a suffix, which is the digest of its rows."""
 
     name: str
     rows: int
     tokens: int
-    bytes: int | None
-    sha256: str | None
-
-
-class Index(TypedDict):
-    """The file that says what is in a cache."""
-
-    version: int
-    target: TargetIdentity
-    dtype: str
-    target_layer_ids: list[int]
-    hc_mult: int
-    hidden_size: int
-    rows: int
-    tokens: int
-    rows_sha256: str
-    shards: list[Shard]
 
 
 class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """The target's residual streams of every row of a dataset, on disk: written once, read many times.
 
     By default it is the pre-collapse residual. Nothing else of the target is stored: the teacher's logits follow from
-    the residual ([`~training.losses.teacher.teacher_states`]). Items are those of [`FeatureCache.__getitem__`]. A
-    shard's checksum is verified once per process, before its first item is returned; after [`FeatureCache.verify`]
-    data loader workers skip that.
+    the residual ([`~training.losses.teacher.teacher_states`]). Items are those of [`FeatureCache.__getitem__`].
 
     Args:
-        directory: Where [`FeatureCache.write`] put it.
+        directory: Where [`FeatureCache.write`] put it, or a folder with the files of several caches.
         target: The target it was written from. Loaded with `num_hidden_layers=0` it is enough to train from the cache:
             then only embedding, final norm, collapse and language model head are compared.
 
     Raises:
-        ValueError: If there is no complete cache, a shard is missing or has another size, another target wrote it, or
+        ValueError: If there is no complete cache, another target wrote it, caches that cannot be joined are there, or
             it is no target.
+
+    Attributes:
+        identity: What the residual depends on: target, tokenizer, layers and number format.
+        parts: The files, in the order of the rows.
+        target_layer_ids: The layers whose streams items have.
     """
 
     def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel) -> None:
         self._open(_folder(directory), _describe_target(target))
 
-    def _open(self, directory: Path, identity: TargetIdentity) -> None:
+    def _open(self, directory: Path, target: Identity) -> None:
         self.directory = directory
-        self.index = _read_index(directory, identity)
-        _check_shards(directory, self.index["shards"])
-        self._first_rows = _first_rows(self.index)
-        self._verified: set[str] = set()
-        self.target_layer_ids: Sequence[int] = self.index["target_layer_ids"]
+        lists = _read_lists(directory)
+        if not lists:
+            raise ValueError(f"No feature cache in {directory}: write one with `FeatureCache.write`.")
+        self.identity: Identity = lists[0][0]
+        _check_identity(directory, self.identity, {"target": target})
+        self.parts: list[Part] = []
+        for identity, parts in lists:
+            _check_identity(directory, self.identity, identity)
+            _check_identity(directory, identity, self.identity)
+            seen = set(self.parts)  # rows that two lists have are there once
+            self.parts += [part for part in parts if part not in seen]
+        if missing := [part for part in self.parts if not _is_whole(directory, part, self.identity)]:
+            raise ValueError(
+                f"The feature cache in {directory} is unfinished: {len(missing)} of {len(self.parts)} parts are not "
+                f"there or damaged, the first of them {missing[0].name}. Run `FeatureCache.write` again with the same "
+                "arguments: it writes only what is missing."
+            )
+        self._first_rows = list(accumulate((part.rows for part in self.parts), initial=0))
+        self.target_layer_ids: Sequence[int] = self.identity["target_layer_ids"]
 
     def select_layers(self, target_layer_ids: Sequence[int]) -> FeatureCache:
         """Return the same cache with items that have the streams of these layers only.
@@ -119,7 +109,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         Raises:
             ValueError: If one of them is not stored.
         """
-        _check_layers(self.directory, self.index, target_layer_ids)
+        _check_identity(self.directory, self.identity, {"target_layer_ids": target_layer_ids})
         chosen = copy.copy(self)
         chosen.target_layer_ids = list(target_layer_ids)
         return chosen
@@ -133,45 +123,58 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         *,
         dtype: str = "bfloat16",
         target_layer_ids: Sequence[int] = (-1,),
+        tokenizer: PreTrainedTokenizerBase | None = None,
         batch_size: int = 8,
-        shard_size: int | None = None,
+        shard_size: int = _SHARD_SIZE,
     ) -> FeatureCache:
         """Write the residual of all rows, continue an interrupted call, or open a complete cache.
 
-        Prints the size before it writes. Shards appear under their names only when they are whole, and an interrupted
-        call, repeated with the same arguments, goes on after them. With a given `shard_size` it ends in the same bytes
-        as an uninterrupted one. Shards that were deleted are written again.
+        Prints the size before it writes. An interrupted call, repeated with the same arguments, goes on after the
+        parts that it wrote, and ends in the same bytes as an uninterrupted one.
 
         Args:
-            directory: Created if missing.
+            directory: Created if missing. Parts of some of the rows that are there already are used.
             rows: Map-style dataset, one row per training sequence: `input_ids`, `loss_mask` (0 or 1) and
                 `position_ids` (counting from 0 in every packed document), lists of integers of one length.
             target: The target, in eval mode.
             dtype: `"float32"`, `"bfloat16"`, or `"float8"`: e4m3 with a float32 scale per token and stream.
             target_layer_ids: Layers whose streams are stored, as in [`capture_residual`]. A cache that exists and has
                 more of them is opened for these.
+            tokenizer: What the rows were tokenized with; it is recorded, and compared where both are known.
             batch_size: Documents per forward of the target.
-            shard_size: Bytes after which a new file begins; about twice as much memory is used. `None` for the bytes
-                that this target computes in 15 seconds, measured when a cache begins, and at most 2 GiB: a killed call
-                loses no more. A cache that exists continues with its own size.
+            shard_size: Bytes after which a new part begins; about twice as much memory is used.
 
         Raises:
             ValueError: If the rows are malformed, the disk is too small, the residual is not finite, the directory
-                holds a cache of other rows, another target or another dtype, or another process is writing there.
-            OSError: If writing fails. Shards that are complete stay; the same call continues after them.
+                holds a cache of other rows, another target, tokenizer or dtype, or another process is writing there.
+            OSError: If writing fails. Parts that are complete stay; the same call continues after them.
         """
-        path = _folder(directory)
-        writer = _Writer(path, rows, target, dtype, target_layer_ids, batch_size)
-        if not (path / _INDEX).exists() or writer.missing(writer.read_begun_index()):
+        if dtype not in FEATURE_DTYPES:
+            raise ValueError(f"`dtype` is {dtype!r}, expected one of {sorted(FEATURE_DTYPES)}.")
+        path, family = _folder(directory), target_of(target)
+        identity: Identity = {
+            "target": _describe_target(target),
+            "tokenizer": None,
+            "dtype": dtype,
+            "target_layer_ids": list(target_layer_ids),
+            "hc_mult": family.streams,
+            "hidden_size": family.config.hidden_size,
+        }
+        if tokenizer is not None:
+            vocabulary = [f"{token} {number}" for token, number in sorted(tokenizer.get_vocab().items())]
+            digests = {"vocabulary": _sha256(vocabulary), "template": _sha256([str(tokenizer.chat_template)])}
+            identity["tokenizer"] = digests
+        writer = _Writer(path, rows, target, identity, batch_size, shard_size)
+        if not writer.list_path.exists() or writer.missing():
             path.mkdir(parents=True, exist_ok=True)
-            with only_writer(path / _INDEX):
-                writer.complete(shard_size)
+            with only_writer(path / "features"):
+                writer.complete()
         cache = cls.__new__(cls)
-        cache._open(path, writer.plan["target"])  # to compute it may read the target from disk, so it is reused
+        cache._open(path, identity["target"])  # to compute it may read the target from disk, so it is reused
         return cache.select_layers(target_layer_ids)
 
     def __len__(self) -> int:
-        return self.index["rows"]
+        return self._first_rows[-1]
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         """Return row `i` of the dataset.
@@ -179,19 +182,19 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         Returns:
             `input_ids` and `position_ids` (long), `loss_mask` (bool), `[seq]` each, and `residual`
             `[seq, len(target_layer_ids) * config.hc_mult, config.hidden_size]`, float32 if stored so, else bfloat16.
-
-        Raises:
-            ValueError: If the shard of the row is damaged.
         """
         if not -len(self) <= i < len(self):
             raise IndexError(f"Row {i} of a feature cache with {len(self)} rows.")
         i %= len(self)
-        shard = bisect_right(self._first_rows, i) - 1
-        name = self.index["shards"][shard]["name"]
-        if name not in self._verified:
-            self._verify([self.index["shards"][shard]])
-        row = _read_row(self.directory / name, i - self._first_rows[shard])
-        stored = self.index["target_layer_ids"]
+        at = bisect_right(self._first_rows, i) - 1
+        # Opened for every row, which maps the file and reads a header: no open file has to survive a fork or pickle.
+        with safe_open(_file(self.directory, self.parts[at]), "pt") as file:
+            lengths = file.get_tensor("lengths")
+            end = int(lengths[: i - self._first_rows[at] + 1].sum())
+            span = slice(end - int(lengths[i - self._first_rows[at]]), end)
+            # A slice keeps the whole tensor's storage, which a data loader worker would send along.
+            row = {name: file.get_slice(name)[span].clone() for name in file.keys() if name != "lengths"}
+        stored = self.identity["target_layer_ids"]
         if list(self.target_layer_ids) != stored:
             for part in row.keys() & {"residual", "scale"}:
                 layers = dict(zip(stored, row[part].chunk(len(stored), dim=1)))
@@ -200,74 +203,52 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             row["residual"] = (row["residual"].float() * row.pop("scale").unsqueeze(-1)).bfloat16()
         return {**row, "input_ids": row["input_ids"].long(), "position_ids": row["position_ids"].long()}
 
-    def verify(self) -> None:
-        """Compare the checksums of all shards.
-
-        Raises:
-            ValueError: Naming every shard that is damaged or belongs to another cache.
-        """
-        self._verify(self.index["shards"])
-
-    def _verify(self, shards: list[Shard]) -> None:
-        damaged = [shard["name"] for shard in shards if _sha256(self.directory / shard["name"]) != shard["sha256"]]
-        if damaged:
-            raise ValueError(
-                f"{', '.join(damaged)} in {self.directory}: not what was written there (the SHA-256 differs), damaged "
-                "or from another cache. Delete what is named and run `FeatureCache.write` again with the same "
-                "arguments: it writes only what is missing."
-            )
-        self._verified.update(shard["name"] for shard in shards)
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of what is stored of which rows."""
+        return _sha256([_key(self.identity), *(part.name for part in self.parts)])
 
 
 class _Writer:
-    """Writes the missing shards of one cache. Its `plan` is the index of the cache without shards."""
+    """Writes the missing parts of one cache."""
 
     def __init__(
         self,
         directory: Path,
         rows: Rows,
         target: PreTrainedModel,
-        dtype: str,
-        target_layer_ids: Sequence[int],
+        identity: Identity,
         batch_size: int,
+        shard_size: int,
     ) -> None:
-        family = target_of(target)
-        if dtype not in FEATURE_DTYPES:
-            raise ValueError(f"`dtype` is {dtype!r}, expected one of {sorted(FEATURE_DTYPES)}.")
         self.rows = rows.with_format("numpy") if hasattr(rows, "with_format") else rows
-        self.directory, self.target, self.batch_size = directory, target, batch_size
-        self.lengths, digest = self._scan(family.config.vocab_size)
-        self.speed = 0.0  # tokens that the target computes in a second, once that is measured
-        self.plan: Index = {
-            "version": _FORMAT,
-            "target": _describe_target(target),
-            "dtype": dtype,
-            "target_layer_ids": list(target_layer_ids),
-            "hc_mult": family.streams,
-            "hidden_size": family.config.hidden_size,
-            "rows": len(self.lengths),
-            "tokens": sum(self.lengths),
-            "rows_sha256": digest,
-            "shards": [],
-        }
-
-    def _scan(self, vocab_size: int) -> tuple[list[int], str]:
-        """Check all rows, and return their lengths and the SHA-256 of their contents."""
+        self.directory, self.target, self.identity, self.batch_size = directory, target, identity, batch_size
         if not hasattr(self.rows, "__len__") or not len(self.rows):
             found = "empty" if hasattr(self.rows, "__len__") else f"a {type(self.rows).__name__} of unknown length"
             raise ValueError(
                 f"The rows are {found}: expected a map-style dataset with at least one row. Load it without "
                 "`streaming=True`."
             )
-        lengths, digest = [], hashlib.sha256()
+        lengths, digests = [], []
         for i in range(len(self.rows)):
             row = self._read_columns(i)
-            _check_row(i, row, vocab_size)
+            _check_row(i, row, target_of(target).config.vocab_size)
             lengths.append(len(row["input_ids"]))
-            digest.update(lengths[-1].to_bytes(8, "little"))
-            for column in row.values():
-                digest.update(column.numpy().tobytes())
-        return lengths, digest.hexdigest()
+            digests.append(hashlib.sha256(b"".join(column.numpy().tobytes() for column in row.values())).hexdigest())
+        there = _read_lists(directory)
+        for known, _ in there:
+            _check_identity(directory, known, identity)
+            self.identity = known  # which may have more layers
+        written = {part for _, parts in there for part in parts}
+        self.parts = self._plan(lengths, digests, written, shard_size)
+        if others := written - set(self.parts):
+            raise ValueError(
+                f"The feature cache in {directory} has other data, {sum(part.rows for part in others)} rows that are "
+                f"not among these {len(self.rows)} with these tokens, loss masks and positions. Use the rows that it "
+                "was written with, or another directory."
+            )
+        digest = _sha256([_key(self.identity), *(part.name for part in self.parts)])
+        self.list_path = directory / f"features-{digest[:16]}.json"
 
     def _read_columns(self, i: int) -> dict[str, torch.Tensor]:
         row = self.rows[i]
@@ -277,143 +258,82 @@ class _Writer:
             )
         return {name: torch.tensor(row[name], dtype=torch.long) for name in _COLUMNS}
 
-    def read_begun_index(self) -> Index:
-        """Read the index of a cache that was begun, and refuse one that differs from the plan."""
-        index = _read_index(self.directory, self.plan["target"])
-        differing = [
-            f"{label} ({there} there, {here} here)"
-            for label, there, here in (
-                ("`dtype`", index["dtype"], self.plan["dtype"]),
-                ("the number of rows", index["rows"], self.plan["rows"]),
-                ("the number of tokens", index["tokens"], self.plan["tokens"]),
-                (
-                    "the SHA-256 of the rows' tokens, loss masks and positions",
-                    index["rows_sha256"],
-                    self.plan["rows_sha256"],
-                ),
-            )
-            if there != here
-        ]
-        if differing:
-            raise ValueError(
-                f"The feature cache in {self.directory} differs in {', '.join(differing)}. Choose another directory, "
-                "delete this one, or pass what it was written with."
-            )
-        _check_layers(self.directory, index, self.plan["target_layer_ids"])
-        return index
+    def _plan(self, lengths: list[int], digests: list[str], known: set[Part], shard_size: int) -> list[Part]:
+        """Group the rows: as parts that are known have them, else up to `shard_size` bytes a group; a longer row gets
+        its own."""
+        counts, parts, start = sorted({part.rows for part in known}, reverse=True), list[Part](), 0
 
-    def missing(self, index: Index) -> list[int]:
-        return [i for i, shard in enumerate(index["shards"]) if not _is_whole(self.directory / shard["name"], shard)]
+        def group(stop: int) -> Part:
+            return Part(_sha256(digests[start:stop])[:32], stop - start, sum(lengths[start:stop]))
 
-    def complete(self, shard_size: int | None) -> None:
-        """Write the missing shards of a cache that was begun or of a new one."""
-        if not self.plan["target"]["body"]:
+        while start < len(lengths):
+            there = next((n for n in counts if group(start + n) in known), 0)
+            if not there:
+                sizes = accumulate(_size(self.identity, 1, lengths[i]) for i in range(start, len(lengths)))
+                there = max(1, next((n for n, size in enumerate(sizes) if size > shard_size), len(lengths) - start))
+            parts.append(group(start + there))
+            start += there
+        return parts
+
+    def missing(self) -> list[int]:
+        return [i for i, part in enumerate(self.parts) if not _is_whole(self.directory, part, self.identity)]
+
+    def complete(self) -> None:
+        missing = self.missing()  # another process may have written some until now
+        if missing and not len(target_of(self.target).layers):
             raise ValueError(
                 f"The feature cache in {self.directory} is not complete, and this target has no layers to run. Load "
                 "it whole, without `num_hidden_layers=0`."
             )
-        if (self.directory / _INDEX).exists():
-            index = self.read_begun_index()
-        else:
-            index = {**self.plan, "shards": self._shards(shard_size or self._timed_shard_size())}
-            self._announce_duration(index["tokens"])
-        if missing := self.missing(index):  # another process may have written it until now
-            self._prepare_disk(index, missing)
-            self._write_shards(index, missing)
-
-    def _timed_shard_size(self) -> int:
-        """Return the bytes of features that the target computes in `_SHARD_SECONDS`, measured by one forward."""
-        order = sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i])
-        longest = [self._read_columns(i) for i in order[: self.batch_size]]
-        found = [part for row in longest for part in split_documents(row["input_ids"], row["position_ids"])]
-        documents = sorted(found, key=len)[-self.batch_size :]
-        began = time.perf_counter()
-        for residual in compute_document_residuals(self.target, documents, self.plan["target_layer_ids"]):
-            residual.cpu()
-        self.speed = sum(map(len, documents)) / (time.perf_counter() - began)
-        return min(_SHARD_SIZE, _size(self.plan, rows=0, tokens=int(self.speed * _SHARD_SECONDS)))
-
-    def _announce_duration(self, tokens: int) -> None:
-        """Say how long the target will run, and what else would take as long."""
-        if self.speed:
-            seconds = tokens / self.speed
-            took = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-            print(
-                f"The target runs once over all rows, for about {took}. Without a cache (`feature_source='online'`) "
-                "it does so in every epoch: one epoch is cheaper online, several are cheaper from the cache."
-            )
-
-    def _shards(self, shard_size: int) -> list[Shard]:
-        """Plan shards of whole rows and at most `shard_size` bytes; a longer row gets its own shard."""
-        starts, size_so_far = [0], 0
-        for i, size in enumerate(_size(self.plan, 1, length) for length in self.lengths):
-            if i > starts[-1] and size_so_far + size > shard_size:
-                starts.append(i)
-                size_so_far = 0
-            size_so_far += size
-        return [
-            {
-                "name": f"features-{i:05d}-of-{len(starts):05d}.safetensors",
-                "rows": stop - start,
-                "tokens": sum(self.lengths[start:stop]),
-                "bytes": None,
-                "sha256": None,
-            }
-            for i, (start, stop) in enumerate(zip(starts, [*starts[1:], len(self.lengths)]), 1)
-        ]
-
-    def _prepare_disk(self, index: Index, missing: list[int]) -> None:
-        """Remove an interrupted call's files, print the bytes to write, and refuse a disk with too little space."""
-        shards = [index["shards"][i] for i in missing]
-        for shard in shards:
-            for name in (shard["name"], shard["name"] + _UNFINISHED):
-                (self.directory / name).unlink(missing_ok=True)
-        needed = _size(index, sum(shard["rows"] for shard in shards), sum(shard["tokens"] for shard in shards))
-        total, free = _size(index, index["rows"], index["tokens"]), shutil.disk_usage(self.directory).free
+        for unfinished in self.directory.glob(f"*{_UNFINISHED}"):
+            unfinished.unlink()
+        _, rows, tokens = zip(*self.parts)
+        needed = _size(self.identity, sum(rows[i] for i in missing), sum(tokens[i] for i in missing))
+        free = shutil.disk_usage(self.directory).free
         print(
-            f"Feature cache in {self.directory}: {index['rows']:,} rows, {index['tokens']:,} tokens, {_human(total)} "
-            f"as {index['dtype']}. To be written: {_human(needed)}, free on the disk: {_human(free)}."
+            f"Feature cache in {self.directory}: {sum(rows):,} rows, {sum(tokens):,} tokens, "
+            f"{_human(_size(self.identity, sum(rows), sum(tokens)))} as {self.identity['dtype']}. To be written: "
+            f"{_human(needed)}, free on the disk: {_human(free)}."
         )
         if free < needed + _RESERVED_BYTES:
             raise ValueError(
                 f"The feature cache needs {_human(needed)} more in {self.directory}, where {_human(free)} are free "
                 f"({_human(_RESERVED_BYTES)} stay reserved). {_SPACE_ADVICE}"
             )
-
-    def _write_shards(self, index: Index, missing: list[int]) -> None:
-        first_rows = _first_rows(index)
-        total = sum(index["shards"][i]["tokens"] for i in missing)
-        self._write(_INDEX, json.dumps(index, indent=1).encode())  # the same shards are planned after a kill
+        content = {"version": _FORMAT, "identity": self.identity, "parts": self.parts}
+        self._write(self.list_path, json.dumps(content, indent=1).encode())
+        for earlier in set(self.directory.glob(_LISTS)) - {self.list_path}:  # all of its parts are in this one
+            earlier.unlink()
+        first_rows, total = list(accumulate(rows, initial=0)), sum(tokens[i] for i in missing)
         with progress_bar(total=total, unit="token", unit_scale=True, desc="Feature cache", disable=None) as progress:
             for i in missing:
-                shard = index["shards"][i]
-                data = save(self._tensors(first_rows[i], shard["rows"], index, progress))
-                shard["bytes"], shard["sha256"] = len(data), hashlib.sha256(data).hexdigest()
-                self._write(shard["name"], data)
-                self._write(_INDEX, json.dumps(index, indent=1).encode())
+                tensors = self._tensors(first_rows[i], rows[i], progress)
+                data = save(tensors, {"identity": _key(self.identity)})
+                self._write(_file(self.directory, self.parts[i]), data)
 
-    def _tensors(self, first_row: int, count: int, index: Index, progress: PlainBar) -> dict[str, torch.Tensor]:
-        """Return all rows of a shard end to end, their lengths and residual, computed in batches of similar length."""
+    def _tensors(self, first_row: int, count: int, progress: PlainBar) -> dict[str, torch.Tensor]:
+        """Return all rows of a part end to end, their lengths and residual, computed in batches of similar length."""
         rows = [self._read_columns(i) for i in range(first_row, first_row + count)]
         lengths = [len(row["input_ids"]) for row in rows]
         ends = list(accumulate(lengths))
         columns = {name: torch.cat([row[name] for row in rows]) for name in _COLUMNS}
         starts = (columns["position_ids"] == 0).nonzero().flatten().tolist()
         documents = split_documents(columns["input_ids"], columns["position_ids"])
-        # Longest first, so that too little memory shows at once. Batches end with the shard, so that a shard's bytes
-        # do not depend on the call that writes it.
+        # Longest first, so that too little memory shows at once. Batches end with the part, so that its bytes do not
+        # depend on the call that writes it.
         order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
         stored: dict[str, torch.Tensor] = {}
         for at in range(0, len(order), self.batch_size):
             batch = order[at : at + self.batch_size]
-            states = compute_document_residuals(self.target, [documents[i] for i in batch], index["target_layer_ids"])
+            layers = self.identity["target_layer_ids"]
+            states = compute_document_residuals(self.target, [documents[i] for i in batch], layers)
             for i, residual in zip(batch, states):
                 if not residual.isfinite().all():
                     raise ValueError(
                         f"The target's residual of row {first_row + bisect_right(ends, starts[i])} is not finite: it "
                         "would make the loss NaN. Load the target in bfloat16 or float32, or leave that row out."
                     )
-                for name, value in _encode(residual, index["dtype"]).items():
+                for name, value in _encode(residual, self.identity["dtype"]).items():
                     if name not in stored:
                         stored[name] = torch.empty((ends[-1], *value.shape[1:]), dtype=value.dtype)
                     stored[name][starts[i] : starts[i] + len(value)] = value.cpu()
@@ -421,20 +341,20 @@ class _Writer:
         narrow = {name: columns[name].to(kind) for name, kind in _COLUMNS.items()}
         return {**narrow, **stored, "lengths": torch.tensor(lengths)}
 
-    def _write(self, name: str, data: bytes) -> None:
+    def _write(self, path: Path, data: bytes) -> None:
         """Write a file atomically: a reader, or the next call after a crash, finds all of it or nothing."""
-        unfinished = self.directory / (name + _UNFINISHED)
+        unfinished = path.with_name(path.name + _UNFINISHED)
         try:
             with open(unfinished, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(unfinished, self.directory / name)
+            os.replace(unfinished, path)
         except OSError as error:
             unfinished.unlink(missing_ok=True)
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             raise OSError(
-                f"Writing {name} ({_human(len(data))}) to {self.directory} failed: {error.strerror}. The shards "
+                f"Writing {path.name} ({_human(len(data))}) to {self.directory} failed: {error.strerror}. The parts "
                 f"before it are complete: the same call continues after them.{f' {_SPACE_ADVICE}' if is_full else ''}"
             ) from error
 
@@ -445,19 +365,37 @@ def _folder(directory: str | os.PathLike[str]) -> Path:
     return Path(directory)
 
 
-def _describe_target(target: PreTrainedModel) -> TargetIdentity:
+def _file(directory: Path, part: Part) -> Path:
+    return directory / f"{part.name}.safetensors"
+
+
+def _sha256(texts: Sequence[str]) -> str:
+    return hashlib.sha256(" ".join(texts).encode()).hexdigest()
+
+
+def _describe_target(target: PreTrainedModel) -> Identity:
     digests = target_fingerprint(target)  # raises if it is no target
-    fields = config_fields(target.config)  # not their digest, so that errors can name what differs
-    name = target.config._name_or_path
-    return {"name": name, "head": digests["head"], "body": digests["body"], "config": fields}
+    return {
+        "repository": target.config._name_or_path,
+        "revision": getattr(target.config, "_commit_hash", None),  # of the Hub's
+        "head": digests["head"],
+        "body": digests["body"],
+        "config": config_fields(target.config),  # not their digest, so that errors can name what differs
+    }
 
 
-def _size(index: Index, rows: int, tokens: int) -> int:
-    """Return the bytes on disk without file headers (under a kilobyte per shard)."""
-    per_stream = index["hidden_size"] * FEATURE_DTYPES[index["dtype"]].itemsize
-    if index["dtype"] == "float8":
+def _key(identity: Identity) -> str:
+    """Return the digest of what the bytes of a part depend on. A target's name and the tokenizer are only recorded."""
+    fields = {**identity, "tokenizer": None, "target": {**identity["target"], "repository": "", "revision": ""}}
+    return _sha256([json.dumps(fields, sort_keys=True)])
+
+
+def _size(identity: Identity, rows: int, tokens: int) -> int:
+    """Return the bytes on disk without file headers (under a kilobyte per part)."""
+    per_stream = identity["hidden_size"] * FEATURE_DTYPES[identity["dtype"]].itemsize
+    if identity["dtype"] == "float8":
         per_stream += torch.float32.itemsize  # its scale
-    per_token = len(index["target_layer_ids"]) * index["hc_mult"] * per_stream
+    per_token = len(identity["target_layer_ids"]) * identity["hc_mult"] * per_stream
     return tokens * (per_token + sum(kind.itemsize for kind in _COLUMNS.values())) + rows * torch.int64.itemsize
 
 
@@ -479,15 +417,6 @@ def _check_row(i: int, row: dict[str, torch.Tensor], vocab_size: int) -> None:
         raise ValueError(f"The `position_ids` of row {i} do not count 0, 1, 2, .. in each of its documents.")
 
 
-def _check_layers(directory: Path, index: Index, wanted: Sequence[int]) -> None:
-    stored = index["target_layer_ids"]
-    if not set(wanted) <= set(stored):
-        raise ValueError(
-            f"The feature cache in {directory} holds layers {stored}, but {list(wanted)} are needed (-1 is the "
-            "pre-collapse residual). Write one with these `target_layer_ids` in another directory."
-        )
-
-
 def _human(size: float) -> str:
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
@@ -506,86 +435,70 @@ def _encode(residual: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
     return {"residual": (residual / scale.unsqueeze(-1)).to(kind), "scale": scale}
 
 
-def _read_index(directory: Path, identity: TargetIdentity) -> Index:
-    """Read the index of a cache that this target wrote."""
-    path = directory / _INDEX
-    if not path.exists():
-        raise ValueError(f"No feature cache in {directory}: {_INDEX} is missing. Write one with `FeatureCache.write`.")
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}). Delete the directory and write the cache again.") from error
-    version = index.get("version") if isinstance(index, dict) else None
-    if isinstance(version, int) and version != _FORMAT:
+def _read_lists(directory: Path) -> list[tuple[Identity, list[Part]]]:
+    """Return the identity and the parts of each cache in a folder."""
+    if (earlier := directory / "features.json").exists():
         raise ValueError(
-            f"{path} has format version {version}, this release reads {_FORMAT}. Write the cache again in another "
-            "directory, or install the release that wrote it."
+            f"{earlier} is of an earlier release, whose caches this one does not read. Write the cache again in "
+            "another directory, or install the release that wrote it."
         )
-    shards = index.get("shards") if version is not None and _INDEX_FIELDS <= index.keys() else None
-    if not isinstance(shards, list) or not all(isinstance(s, dict) and _SHARD_FIELDS <= s.keys() for s in shards):
-        raise ValueError(
-            f"{path} is no index of a feature cache: expected a JSON object with {', '.join(sorted(_INDEX_FIELDS))}. "
-            "Choose another directory, or delete this one and write the cache again."
-        )
-    _check_target(directory, index["target"], identity)
-    return index
+    found = []
+    for path in sorted(directory.glob(_LISTS)):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            version = content["version"]
+            if version == _FORMAT:
+                found.append((content["identity"], [Part(*part) for part in content["parts"]]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is damaged or no list of features ({error!r}). Delete it and write the cache again: parts "
+                "that are whole stay."
+            ) from error
+        if version != _FORMAT:
+            raise ValueError(
+                f"{path} has format version {version}, this release reads {_FORMAT}. Write the cache again in another "
+                "directory, or install the release that wrote it."
+            )
+    return found
 
 
-def _check_target(directory: Path, written: TargetIdentity, current: TargetIdentity) -> None:
-    differing = [
-        f"{part} weights: {there[:12]} there, {here[:12]} here"
-        for part, there, here in (
-            ("head", written["head"], current["head"]),
-            ("body", written["body"], current["body"]),
-        )
-        if here and here != there
+def _check_identity(directory: Path, there: Identity, here: Identity) -> None:
+    """Refuse a cache whose identity differs in one of the given fields; more layers than are needed are no
+    difference."""
+    here = {**there, **here}
+    layers, needed = there["target_layer_ids"], list(here["target_layer_ids"])
+    differing = [] if set(needed) <= set(layers) else [f"holds layers {layers}, but {needed} are needed"]
+    if here["dtype"] != there["dtype"]:
+        differing.append(f"`dtype` {there['dtype']} there, {here['dtype']} here")
+    if here["tokenizer"] and there["tokenizer"]:  # where both are known
+        for part, digest in there["tokenizer"].items():
+            if digest != here["tokenizer"][part]:
+                differing.append(f"another {part} of the tokenizer")
+    old, new = there["target"], here["target"]
+    parts = [
+        f"{part} weights: {old[part][:12]} there, {new[part][:12]} here"
+        for part in ("head", "body")
+        if new[part] and new[part] != old[part]  # a target without layers has no body
     ]
-    old, new = written["config"], current["config"]
-    differing += [
-        f"config.{name}: {reprlib.repr(old.get(name))} there, {reprlib.repr(new.get(name))} here"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
+    parts += [
+        f"config.{name}: {reprlib.repr(old['config'].get(name))} there, {reprlib.repr(new['config'].get(name))} here"
+        for name in sorted(old["config"].keys() | new["config"].keys())
+        if old["config"].get(name) != new["config"].get(name)
     ]
+    if parts:
+        names = f"{old['repository']!r} there, {new['repository']!r} here"
+        differing.append(f"another target, {names} ({'; '.join(parts)})")
     if differing:
         raise ValueError(
-            f"The feature cache in {directory} was written from another target: {written['name']!r}, and this one is "
-            f"{current['name']!r} ({'; '.join(differing)}). Load the target that wrote it, or write a cache of this "
-            "one in another directory."
+            f"The feature cache in {directory} is not the one that is needed: {'; '.join(differing)}. Use what it was "
+            "written with, or another directory."
         )
 
 
-def _check_shards(directory: Path, shards: list[Shard]) -> None:
-    again = "Run `FeatureCache.write` again with the same arguments: it writes only what is missing."
-    unwritten = sum(shard["sha256"] is None for shard in shards)
-    if unwritten:
-        raise ValueError(
-            f"The feature cache in {directory} is unfinished: {unwritten} of {len(shards)} shards are not written. "
-            f"{again}"
-        )
-    broken = [shard for shard in shards if not _is_whole(directory / shard["name"], shard)]
-    if broken:
-        named = ", ".join(f"{shard['name']} ({shard['bytes']:,} bytes)" for shard in broken)
-        raise ValueError(f"Shards in {directory} are missing or not as long as they were written: {named}. {again}")
-
-
-def _is_whole(path: Path, shard: Shard) -> bool:
-    return shard["sha256"] is not None and path.is_file() and path.stat().st_size == shard["bytes"]
-
-
-def _first_rows(index: Index) -> list[int]:
-    return list(accumulate((shard["rows"] for shard in index["shards"]), initial=0))
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-        return hashlib.sha256(data).hexdigest()
-
-
-def _read_row(path: Path, row: int) -> dict[str, torch.Tensor]:
-    # Opened for every row, which maps the file and reads a header. So no open file has to survive a fork or pickle.
-    with safe_open(path, "pt") as file:
-        lengths = file.get_tensor("lengths")
-        end = int(lengths[: row + 1].sum())
-        span = slice(end - int(lengths[row]), end)
-        # A slice keeps the whole tensor's storage, which a data loader worker would send along.
-        return {name: file.get_slice(name)[span].clone() for name in file.keys() if name != "lengths"}
+def _is_whole(directory: Path, part: Part, identity: Identity) -> bool:
+    """Return whether a part is there, as long as its header says, and of this identity."""
+    try:
+        with safe_open(_file(directory, part), "pt") as file:
+            return file.metadata() == {"identity": _key(identity)}
+    except (FileNotFoundError, SafetensorError):
+        return False

@@ -66,15 +66,8 @@ def chunk_loss(
     temperature: float,
     best: int = 1,
 ) -> ChunkLoss:
-    """Compute the losses of n positions, with gradients if the inputs require them.
-
-    Args:
-        inputs: What [`student_logits`] takes.
-        targets: Their labels, teacher and weights.
-        head: The target's LM head.
-        temperature: Of the KL alone.
-        best: How many of the most probable tokens to return.
-    """
+    """Compute the losses of n positions, with gradients if the inputs, which are those of [`student_logits`], require
+    them. The temperature is the KL's alone; `best` is how many of the most probable tokens to return."""
     wants_gradient = inputs["states"].requires_grad
     with torch.set_grad_enabled(wants_gradient):
         logits = student_logits(head, **inputs)

@@ -6,22 +6,78 @@ the draft is drawn from and the target's. TV is a loss of its own, and 1 - TV is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from ...drafters.parts.heads import HeadOutput
 from .chunk import Targets, chunk_loss, precise
 
 IGNORE_INDEX = -100
-_IDENTITY_HEAD = torch.nn.Identity()
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """The terms of the loss: their weights, and which draft positions they count.
+
+    Attributes:
+        ce_weight: Of the cross-entropy.
+        kl_weight: Of the distillation, alpha of Eq. 3: 0.1 to 0.2 in the paper.
+        tv_weight: Of the total variation, half of the L1 distance: DSpark's 0.9 of the distance is 1.8 here.
+        confidence_weight: Of the confidence head's binary cross-entropy against 1 - TV.
+        blind_weight: Of the cross-entropy of the block's own logits.
+        position_weights: `[drafts]`, of [`position_weights`]; they weight all terms but the KL. `None` for equal ones.
+        kl_positions: P of Eq. 2, the first draft positions that are distilled; `None` for all that have a teacher.
+        kl_position_weights: `[drafts]`, those of the KL; `None` for equal ones.
+        kl_temperature: T of Eq. 2, of both distributions.
+        chunk_size: The most draft positions whose logits exist at once.
+    """
+
+    ce_weight: float = 1.0
+    kl_weight: float = 0.15
+    tv_weight: float = 0.0
+    confidence_weight: float = 0.0
+    blind_weight: float = 0.0
+    position_weights: torch.Tensor | None = None
+    kl_positions: int | None = None
+    kl_position_weights: torch.Tensor | None = None
+    kl_temperature: float = 1.0
+    chunk_size: int = 256
+
+
+class DraftHead(NamedTuple):
+    """What turns a drafter's states into logits.
+
+    Attributes:
+        lm_head: The target's, `[n, config.target_hidden_size]` to `[n, config.vocab_size]`; without one, states are
+            logits. It may move and cast its input, and its own parameters get no gradient. The number of calls depends
+            on the labels, so it differs between processes.
+        table: `[config.vocab_size, config.head_rank]`, what a sequential head's vectors score tokens with. With
+            `draft_ids` it is the drafter's own LM head.
+        draft_ids: `[config.draft_vocab_size]`, the tokens that `table` scores, where these are not all.
+        candidates: Among how many of the best tokens of the block's own logits a draft is chosen; 0 for all.
+    """
+
+    lm_head: Callable[[torch.Tensor], torch.Tensor] = torch.nn.Identity()
+    table: torch.Tensor | None = None
+    draft_ids: torch.Tensor | None = None
+    candidates: int = 0
+
+    def indices(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the index of each token in the logits, -1 for a token that cannot be drafted."""
+        return tokens if self.draft_ids is None else indices_among(tokens, self.draft_ids)
+
+
+_LOGITS = DraftHead()
 
 
 class DrafterLoss(NamedTuple):
     """A loss and its parts: all but the first detached, and 0 where there is nothing to compute them from.
 
-    Args:
+    Attributes:
         loss: Scalar with a gradient, the weighted sum of the next five.
         cross_entropy: Scalar, per draft position.
         kl: Scalar, Eq. 2.
@@ -47,16 +103,8 @@ class DrafterLoss(NamedTuple):
 
 def position_weights(drafts: int, decay: float | None) -> torch.Tensor | None:
     """Return DFlash's position weights exp(-(k-1) / decay), k = 1 .. `drafts`; `None`, meaning uniform, if `decay` is
-    `None`.
-
-    Raises:
-        ValueError: If `decay` is not positive.
-    """
-    if decay is None:
-        return None
-    if decay <= 0:
-        raise ValueError(f"`decay` is {decay}: expected a positive number (DFlash: 4 for blocks of 8), or None.")
-    return torch.exp(-torch.arange(drafts) / decay)
+    `None`."""
+    return None if decay is None else torch.exp(-torch.arange(drafts) / decay)
 
 
 def loss_counts(labels: torch.Tensor, kl_positions: int, weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,15 +121,7 @@ def loss_counts(labels: torch.Tensor, kl_positions: int, weights: torch.Tensor |
     Returns:
         `[1 + P]`: the summed weights of the labelled positions, then for each of the first P draft positions the
         number of blocks that have a label there.
-
-    Raises:
-        ValueError: If there are fewer than P draft positions.
     """
-    drafts = labels.shape[1]
-    if not 0 <= kl_positions <= drafts:
-        raise ValueError(
-            f"`kl_positions` is {kl_positions}, but blocks have {drafts} draft positions: lower `kl_positions`."
-        )
     blocks = (labels != IGNORE_INDEX).sum(0)
     weighted = blocks.float() if weights is None else blocks * weights.to(blocks.device)
     return torch.cat([weighted.sum(0, keepdim=True), blocks[:kl_positions].to(weighted)])
@@ -117,106 +157,58 @@ def rank_loss(class_logits: torch.Tensor, classes: torch.Tensor, budget: float =
 
 
 def drafter_loss(
-    states: torch.Tensor,
+    drafted: HeadOutput,
     labels: torch.Tensor,
     teacher: torch.Tensor | None = None,
-    kl_weight: float = 0.15,
-    kl_temperature: float = 1.0,
-    weights: torch.Tensor | None = None,
+    terms: LossTerms = LossTerms(),
+    head: DraftHead = _LOGITS,
     counts: torch.Tensor | None = None,
-    *,
-    kl_positions: int | None = None,
-    kl_weights: torch.Tensor | None = None,
-    ce_weight: float = 1.0,
-    tv_weight: float = 0.0,
-    confidence_weight: float = 0.0,
-    blind_weight: float = 0.0,
-    vectors: torch.Tensor | None = None,
-    table: torch.Tensor | None = None,
-    confidence: torch.Tensor | None = None,
-    blind: torch.Tensor | None = None,
-    candidates: int = 0,
-    draft_ids: torch.Tensor | None = None,
-    head: Callable[[torch.Tensor], torch.Tensor] = _IDENTITY_HEAD,
-    chunk_size: int = 256,
 ) -> DrafterLoss:
-    """Compute Eq. 3, cross-entropy plus `kl_weight` times T^2 / P sum_k E[KL(teacher_k || student_k)], and DSpark's
-    terms.
-
-    DSpark's terms are the total variation TV = 1/2 sum_i |p_i - t_i| between the distribution p that a draft is drawn
-    from and the target's t, and the binary cross-entropy of a confidence head against 1 - TV. `tv_weight` multiplies
-    half the L1 distance, which is the probability of rejection: DSpark's 0.9 ||p - t||_1 is a `tv_weight` of 1.8.
-    `weights` weight cross-entropy, TV and confidence; KL has weights of its own.
+    """Compute Eq. 3, cross-entropy plus alpha times T^2 / P sum_k E[KL(teacher_k || student_k)], and DSpark's terms:
+    the total variation TV = 1/2 sum_i |p_i - t_i| between the distribution p that a draft is drawn from and the
+    target's t, and the binary cross-entropy of a confidence head against 1 - TV.
 
     A head that chooses among the best tokens of the block's own logits does not train those logits. They have a
     cross-entropy of their own (`blind`). `predictions` and `acceptance` are then those of the choice, as drafts are
     drawn; the losses are those of the whole vocabulary.
 
-    A drafter with a vocabulary of its own has an LM head of its own, its `table`, and no `vectors`. It learns nothing
-    of tokens that it cannot draft: such a label has a cross-entropy of 0, and KL is multiplied by the probability
-    that the teacher gives to the tokens that can be drafted. Acceptance is that of the target's whole distribution,
-    whose other tokens are never accepted.
+    A drafter with a vocabulary of its own learns nothing of tokens that it cannot draft: such a label has a
+    cross-entropy of 0, and KL is multiplied by the probability that the teacher gives to the tokens that can be
+    drafted. Acceptance is that of the target's whole distribution, whose other tokens are never accepted.
 
     Logits, see [`~chunk_loss.student_logits`], exist for `chunk_size` draft positions at a time. The gradients of a
     chunk are computed while its logits exist, and backward only multiplies them. So backward recomputes nothing,
-    unlike with checkpointing. Positions without a label never reach the head.
+    unlike with checkpointing. Positions without a label never reach the head. The loss is computed on the device of
+    the logits, in float32 or better.
 
     Args:
-        states: `[blocks, drafts, config.target_hidden_size]`, the drafter's. Without `head` they are logits.
+        drafted: The drafter's output, `[blocks, drafts, ...]` each.
         labels: `[blocks, drafts]`, the tokens at a+1, a+2, ..; -100 where there is none, which then counts nowhere.
         teacher: `[blocks, T, config.target_hidden_size]`, what the head turns into the teacher's logits: the target's
             collapsed and normed states at a, a+1, .., of the first P draft positions or of all; `None` for
-            cross-entropy alone. TV is computed with all.
-        kl_weight: Alpha, 0.1 to 0.2 in the paper.
-        kl_temperature: T of Eq. 2, of both distributions.
-        weights: `[drafts]`, of [`position_weights`]: makes cross-entropy, TV and confidence weighted means.
+            cross-entropy alone. TV, acceptance and confidence need all.
+        terms: The terms and their weights.
+        head: What turns states into logits.
         counts: `[1 + P]`, of [`loss_counts`], over the whole optimizer step; default: of these labels.
-        kl_positions: P of Eq. 2; default: all that have a teacher.
-        kl_weights: `[drafts]`, of each draft position's KL beside `kl_weight`; all alike if left out.
-        ce_weight: Of the cross-entropy.
-        tv_weight: Of the total variation.
-        confidence_weight: Of the confidence head.
-        blind_weight: Of the cross-entropy of the block's own logits.
-        vectors: `[blocks, drafts, config.head_rank]`, a sequential head's, and
-        table: `[config.vocab_size, config.head_rank]`, what it scores tokens with; `None` without such a head.
-        confidence: `[blocks, drafts]`, the confidence head's logits.
-        blind: `[blocks, drafts, config.target_hidden_size]`, the block's own states, and
-        candidates: among how many of their best tokens a draft is chosen; `None` and 0 for all tokens.
-        draft_ids: `[config.draft_vocab_size]`, the tokens that `table` scores, where these are not all.
-        head: The target's LM head, `[n, config.target_hidden_size]` to `[n, config.vocab_size]`. It may move and cast
-            its input; the loss is computed on the device of its logits, in float32 or better. Its own parameters get
-            no gradient. The number of calls depends on the labels, so it differs between processes.
-        chunk_size: The most draft positions whose logits exist at once.
-
-    Raises:
-        ValueError: If the shapes do not match or `chunk_size` is not positive.
     """
-    if chunk_size < 1:
-        raise ValueError(f"`chunk_size` is {chunk_size}: expected at least 1 (256 is a good default).")
-    _check_shapes(states, labels, teacher, vectors, table, confidence, blind)
-    teacher_positions = 0 if teacher is None else teacher.shape[1]
-    positions = teacher_positions if kl_positions is None else kl_positions
-    _check_positions(labels.shape[1], teacher_positions, positions, weights, counts)
-    covers_all = teacher_positions == labels.shape[1]
-    if not covers_all and (tv_weight or confidence is not None):
-        raise ValueError(
-            f"`teacher` has {teacher_positions} draft positions: expected all {labels.shape[1]}, for total variation "
-            "and confidence."
-        )
-    counts = loss_counts(labels, positions, weights) if counts is None else counts
-    counts = counts.to(labels.device, precise(states))
+    taught = 0 if teacher is None else teacher.shape[1]
+    positions = taught if terms.kl_positions is None else min(taught, terms.kl_positions)
+    covers_all = taught == labels.shape[1]
+    counts = loss_counts(labels, positions, terms.position_weights) if counts is None else counts
+    counts = counts.to(labels.device, precise(drafted.states))
     # The weight of one block at each draft position, and that of its KL; 0 where a count is 0.
     per_count = counts.reciprocal().masked_fill(counts == 0, 0.0)
     ones = torch.ones(labels.shape[1]).to(per_count)
-    scale = per_count[0] * (ones if weights is None else weights.to(ones))
-    kl_scale = per_count[1:] * (kl_temperature**2 / max(positions, 1))
-    if kl_weights is not None:
-        kl_scale = kl_scale * kl_weights[:positions].to(kl_scale)
+    scale = per_count[0] * (ones if terms.position_weights is None else terms.position_weights.to(ones))
+    kl_scale = per_count[1:] * (terms.kl_temperature**2 / max(positions, 1))
+    if terms.kl_position_weights is not None:
+        kl_scale = kl_scale * terms.kl_position_weights[:positions].to(kl_scale)
     # Divided by counts, gradients are so small that they would vanish in a float16 head. So they are computed in this
     # unit. Backward multiplies by it, together with a gradient scaler's factor.
-    unit = torch.cat([max(ce_weight, tv_weight, blind_weight) * scale, kl_weight * kl_scale]).max()
+    most = max(terms.ce_weight, terms.tv_weight, terms.blind_weight)
+    unit = torch.cat([most * scale, terms.kl_weight * kl_scale]).max()
     unit = unit.clamp(min=torch.finfo(torch.float32).tiny)
-    given = {"states": states, "vectors": vectors, "table": table}
+    given = {"states": drafted.states, "vectors": drafted.vectors, "table": head.table}
     sources = {name: source for name, source in given.items() if source is not None}
     needs_gradient = torch.is_grad_enabled() and any(source.requires_grad for source in sources.values())
     gradients = {
@@ -224,69 +216,64 @@ def drafter_loss(
         for name, source in sources.items()
         if needs_gradient
     }
-    trains_blind = needs_gradient and bool(blind_weight)
-    blind_gradient = None if blind is None or not trains_blind else torch.zeros_like(blind)
+    blind = drafted.blind
+    blind_gradient = torch.zeros_like(blind) if blind is not None and needs_gradient and terms.blind_weight else None
     predictions, acceptance = torch.full_like(labels, -1), torch.zeros_like(labels, dtype=unit.dtype)
     cross_entropy = kl = tv = blind_cross_entropy = torch.zeros_like(unit)
-    for block, draft, distilled in _labelled_chunks(labels, positions, chunk_size):
+    for block, draft, distilled in _labelled_chunks(labels, positions, terms.chunk_size):
         rows = slice(None if covers_all else distilled)
         chunk_scale, chunk_kl_scale = scale[draft], kl_scale[draft[:distilled]]
         targets = Targets(
-            labels[block, draft] if draft_ids is None else indices_among(labels[block, draft], draft_ids),
+            head.indices(labels[block, draft]),
             None if teacher is None else teacher.detach()[block[rows], draft[rows]],
-            ce_weight * chunk_scale / unit,
-            kl_weight * chunk_kl_scale / unit,
-            tv_weight * chunk_scale / unit if covers_all else None,
-            draft_ids=draft_ids,
+            terms.ce_weight * chunk_scale / unit,
+            terms.kl_weight * chunk_kl_scale / unit,
+            terms.tv_weight * chunk_scale / unit if covers_all else None,
+            draft_ids=head.draft_ids,
         )
         if blind is not None:
-            blind_targets = Targets(targets.labels, None, blind_weight * chunk_scale / unit, chunk_kl_scale[:0], None)
+            weights = terms.blind_weight * chunk_scale / unit
             block_states = blind.detach()[block, draft].requires_grad_(blind_gradient is not None)
-            block_terms = chunk_loss({"states": block_states}, blind_targets, head, 1.0, best=candidates)
-            blind_cross_entropy = blind_cross_entropy + (block_terms.cross_entropy.to(unit) * chunk_scale).sum()
-            targets = targets._replace(candidates=block_terms.predictions)
+            block_targets = Targets(targets.labels, None, weights, chunk_kl_scale[:0], None)
+            of_block = chunk_loss({"states": block_states}, block_targets, head.lm_head, 1.0, best=head.candidates)
+            blind_cross_entropy = blind_cross_entropy + (of_block.cross_entropy.to(unit) * chunk_scale).sum()
+            targets = targets._replace(candidates=of_block.predictions)
             if blind_gradient is not None:
-                blind_gradient[block, draft] = block_terms.gradients[0]
-            del block_terms
-        inputs = {name: source.detach() for name, source in sources.items()}
-        inputs |= {name: source[block, draft] for name, source in inputs.items() if name != "table"}
-        inputs = {name: source.requires_grad_(needs_gradient) for name, source in inputs.items()}
-        chunk_terms = chunk_loss(inputs, targets, head, kl_temperature)
-        cross_entropy = cross_entropy + (chunk_terms.cross_entropy.to(unit) * chunk_scale).sum()
-        kl = kl + (chunk_terms.kl.to(unit) * chunk_kl_scale).sum()
+                blind_gradient[block, draft] = of_block.gradients[0]
+            del of_block
+        inputs = {
+            name: (source.detach() if name == "table" else source.detach()[block, draft]).requires_grad_(
+                needs_gradient
+            )
+            for name, source in sources.items()
+        }
+        found = chunk_loss(inputs, targets, head.lm_head, terms.kl_temperature)
+        cross_entropy = cross_entropy + (found.cross_entropy.to(unit) * chunk_scale).sum()
+        kl = kl + (found.kl.to(unit) * chunk_kl_scale).sum()
         if covers_all:
-            tv = tv + (chunk_terms.tv.to(unit) * chunk_scale).sum()
-            acceptance[block, draft] = chunk_terms.acceptance.to(acceptance)
-        predicted = chunk_terms.predictions[:, 0].to(predictions)
-        predictions[block, draft] = predicted if draft_ids is None else draft_ids.to(predicted)[predicted]
-        _store_gradients(gradients, chunk_terms.gradients, block, draft)
-        del chunk_terms  # a table's gradient is as large as logits
-    loss = ce_weight * cross_entropy + kl_weight * kl + tv_weight * tv + blind_weight * blind_cross_entropy
+            tv = tv + (found.tv.to(unit) * chunk_scale).sum()
+            acceptance[block, draft] = found.acceptance.to(acceptance)
+        predicted = found.predictions[:, 0].to(predictions)
+        predictions[block, draft] = predicted if head.draft_ids is None else head.draft_ids.to(predicted)[predicted]
+        for i, (name, gradient) in enumerate(gradients.items()):
+            if name == "table":
+                gradient += found.gradients[i]
+            else:
+                gradient[block, draft] = found.gradients[i]
+        del inputs, found  # no name may hold a table's gradient, which is as large as logits
+    loss = terms.ce_weight * cross_entropy + terms.kl_weight * kl
+    loss = loss + terms.tv_weight * tv + terms.blind_weight * blind_cross_entropy
     if blind is not None and blind_gradient is not None:
-        sources, gradients = sources | {"blind": blind}, gradients | {"blind": blind_gradient}
+        sources["blind"], gradients["blind"] = blind, blind_gradient
     if needs_gradient:
         loss = _PrecomputedGradients.apply(loss, unit, list(gradients.values()), *sources.values())
     confidence_loss = torch.zeros_like(unit)
-    if confidence is not None:
-        each = binary_cross_entropy_with_logits(confidence.to(acceptance), acceptance, reduction="none")
+    if drafted.confidence is not None:
+        each = binary_cross_entropy_with_logits(drafted.confidence.to(acceptance), acceptance, reduction="none")
         confidence_loss = (each.masked_fill(labels == IGNORE_INDEX, 0.0) * scale).sum()
-        loss = loss + confidence_weight * confidence_loss
-    terms = cross_entropy, kl, tv, confidence_loss.detach(), blind_cross_entropy, torch.zeros_like(unit)
-    return DrafterLoss(loss, *terms, predictions, acceptance)
-
-
-def _store_gradients(
-    gradients: Mapping[str, torch.Tensor],
-    chunk_terms: Sequence[torch.Tensor],
-    block: torch.Tensor,
-    draft: torch.Tensor,
-) -> None:
-    """Write a chunk's gradients of states and vectors at their positions, and add its gradient of the table."""
-    for (name, gradient), part in zip(gradients.items(), chunk_terms):
-        if name == "table":
-            gradient += part
-        else:
-            gradient[block, draft] = part
+        loss = loss + terms.confidence_weight * confidence_loss
+    parts = cross_entropy, kl, tv, confidence_loss.detach(), blind_cross_entropy, torch.zeros_like(unit)
+    return DrafterLoss(loss, *parts, predictions, acceptance)
 
 
 def indices_among(tokens: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
@@ -324,45 +311,3 @@ def _labelled_chunks(
         block, draft = torch.cat([chunk[is_distilled], chunk[~is_distilled]]).unbind(1)
         if len(chunk):
             yield block, draft, int(is_distilled.sum())
-
-
-def _check_shapes(
-    states: torch.Tensor,
-    labels: torch.Tensor,
-    teacher: torch.Tensor | None,
-    vectors: torch.Tensor | None,
-    table: torch.Tensor | None,
-    confidence: torch.Tensor | None,
-    blind: torch.Tensor | None,
-) -> None:
-    if states.shape[:2] != labels.shape:
-        raise ValueError(
-            f"`states` are {tuple(states.shape)} and `labels` {tuple(labels.shape)}: expected equal blocks and drafts."
-        )
-    blocks, drafts = labels.shape
-    rank = 0 if table is None else table.shape[1]
-    read = teacher.shape[2] if teacher is not None and table is not None and vectors is None else states.shape[2]
-    for what, given, expected in (
-        ("teacher", teacher, (blocks, min(drafts, teacher.shape[1] if teacher is not None else 0), read)),
-        ("vectors", vectors, (blocks, drafts, rank)),
-        ("confidence", confidence, (blocks, drafts)),
-        ("blind", blind, tuple(states.shape)),
-    ):
-        if given is not None and given.shape != expected:
-            raise ValueError(f"`{what}` are {tuple(given.shape)}: expected {expected}, as `states` and `labels`.")
-
-
-def _check_positions(
-    drafts: int, teacher_positions: int, positions: int, weights: torch.Tensor | None, counts: torch.Tensor | None
-) -> None:
-    if teacher_positions not in (positions, drafts):
-        raise ValueError(
-            f"`teacher` has {teacher_positions} draft positions: expected {positions}, `kl_positions`, or all "
-            f"{drafts}."
-        )
-    for what, vector, length in (("weights", weights, drafts), ("counts", counts, 1 + positions)):
-        if vector is not None and vector.shape != (length,):
-            raise ValueError(
-                f"`{what}` are of shape {tuple(vector.shape)}: expected ({length},) for {drafts} draft positions and "
-                f"a teacher of {positions}. Use `position_weights` and `loss_counts`."
-            )

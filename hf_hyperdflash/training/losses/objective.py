@@ -6,7 +6,7 @@ The trainer and learning while serving share it. It has no process group, no opt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -16,8 +16,15 @@ from ...drafters.parts.layers import block_inputs
 from ...targets.target import Target
 from ..arguments import LOSS_WEIGHTS
 from ..data.blocks import anchor_candidates, anchor_seeds, block_labels, block_masks, previous_tokens, sample_anchors
-from .chunk import student_logits
-from .loss import DrafterLoss, drafter_loss, indices_among, loss_counts, position_weights
+from .loss import (
+    IGNORE_INDEX,
+    DrafterLoss,
+    DraftHead,
+    LossTerms,
+    drafter_loss,
+    loss_counts,
+    position_weights,
+)
 from .teacher import check_teacher, teacher_states
 
 Batch = dict[str, torch.Tensor]
@@ -42,12 +49,6 @@ def collate(rows: Sequence[dict[str, Any]]) -> Batch:
     return batch
 
 
-def training_layer_ids(drafter: Any, target: Target) -> list[int]:
-    """Return the layers that training reads: the drafter's and, for the teacher, the last one."""
-    ids = list(drafter.layers_read(target))
-    return ids if ids[-1] == -1 else [*ids, -1]
-
-
 class LossSettings(Protocol):
     """What an objective reads of the arguments of a training, or of learning while serving."""
 
@@ -67,8 +68,31 @@ class LossSettings(Protocol):
     seed: int
 
 
+class Walk(NamedTuple):
+    """Drafts at many anchors of rows of text, each after the text's own tokens: the rounds of generation are among
+    them, if the target wrote the text.
+
+    Attributes:
+        loss: Scalar.
+        anchors: `[batch, anchors]`, -1 for missing ones.
+        available: How many tokens of the same stretch follow, at most one more than are drafted, `[batch, anchors]`.
+        matches: Whether a draft is the text's token, boolean `[batch, anchors, drafts]`.
+        acceptance: The probability that it is accepted at temperature 1, `[batch, anchors, drafts]`; 0 without a
+            teacher.
+    """
+
+    loss: torch.Tensor
+    anchors: torch.Tensor
+    available: torch.Tensor
+    matches: torch.Tensor
+    acceptance: torch.Tensor
+
+
 class BlockObjective:
     """The objective of drafters whose blocks do not depend on each other.
+
+    Training calls [`add_anchors`] and [`step`], and judges by [`walk`]. A batch is one of [`collate`] with the
+    residual, `[batch, seq, streams, config.target_hidden_size]` of `layer_ids`.
 
     Args:
         drafter: The drafter, wrapped by PEFT or not; its configuration and vocabulary are read.
@@ -77,45 +101,58 @@ class BlockObjective:
             [`HyperDFlashTrainingArguments`] have.
 
     Raises:
-        ValueError: If the target cannot be such a teacher.
+        ValueError: If the target cannot be such a teacher, or more positions are to be distilled than are drafted.
 
     Attributes:
-        loss_weights: Weights of the loss's terms; 0 where the drafter does not have the part that a term trains.
+        terms: The loss's terms; a weight is 0 where the drafter does not have the part that the term trains.
         kl_positions: How many draft positions are distilled.
         trains_acceptance: Whether the loss needs the probability that each draft is accepted.
-        layer_ids: The layers that training reads, the drafter's first.
+        layer_ids: The layers that training reads: the drafter's and, for the teacher, the last one.
         selects_candidates: Whether a head chooses among the best tokens of the block's own logits.
+        weights_kl: Whether the weights of draft positions are the KL's, too.
     """
+
+    weights_kl: ClassVar[bool] = False
 
     def __init__(self, drafter: Any, target: Target, args: LossSettings) -> None:
         check_teacher(target, args.kl_teacher)
         config = drafter.config
         self.drafter, self.config, self.target, self.args = drafter, config, target, args
-        self.layer_ids = training_layer_ids(drafter, target)
-        self.weights = self._position_weights(args.loss_decay)
-        self.kl_weights: torch.Tensor | None = None
-        self.loss_weights: dict[str, float] = {name: getattr(args, name) for name in LOSS_WEIGHTS}
-        if not config.confidence_head:
-            self.loss_weights["confidence_weight"] = 0.0
+        read = list(drafter.layers_read(target))
+        self.layer_ids = read if read[-1] == -1 else [*read, -1]
         self.selects_candidates = config.sequential_head in HEADS and bool(config.head_candidates)
-        if not self.selects_candidates:
-            self.loss_weights["blind_weight"] = 0.0
         self.kl_positions = (args.kl_positions or config.max_draft_tokens) if args.kl_weight else 0
+        if self.kl_positions > config.max_draft_tokens:
+            raise ValueError(
+                f"`kl_positions` is {self.kl_positions}, but the drafter has {config.max_draft_tokens} draft "
+                "positions: lower it."
+            )
         self.trains_acceptance = bool(args.tv_weight) or config.confidence_head
+        trained: dict[str, float] = {name: getattr(args, name) for name in LOSS_WEIGHTS}
+        trained["confidence_weight"] *= bool(config.confidence_head)
+        trained["blind_weight"] *= self.selects_candidates
+        weights = self._position_weights(args.loss_decay)
+        self.terms = LossTerms(
+            **trained,
+            position_weights=weights,
+            kl_positions=self.kl_positions,
+            kl_position_weights=weights if self.weights_kl else None,
+            kl_temperature=args.kl_temperature,
+            chunk_size=args.loss_chunk_size,
+        )
 
     def _position_weights(self, decay: float | None) -> torch.Tensor | None:
         return position_weights(self.config.max_draft_tokens, decay)
 
-    def add_anchors(self, batch: Batch, step: int, num_anchors: int | None = None) -> None:
-        """Add `anchors`, `steps` and `labels` to a batch of [`collate`], as they are drawn for an optimizer step.
+    # A batch
 
-        A row gets at most `num_anchors` anchors; `None` for the number in the arguments.
-        """
+    def add_anchors(self, batch: Batch, step: int) -> None:
+        """Add `anchors`, `steps` and `labels` to a batch of [`collate`], as they are drawn for an optimizer step."""
         seeds = anchor_seeds(batch["input_ids"], batch["loss_mask"], self.args.seed, step)
-        batch["anchors"] = sample_anchors(self.candidates(batch), num_anchors or self.args.num_anchors, seeds)
-        batch["steps"] = self.steps(step)
-        labels = self.following_tokens(batch, batch["anchors"], int(batch["steps"].max()) + 1)
-        batch["labels"] = labels[:, :, batch["steps"].to(labels.device)].contiguous()
+        anchors, steps = sample_anchors(self.candidates(batch), self.args.num_anchors, seeds), self.steps(step)
+        following = self._following(batch, anchors, int(steps.max()) + 1)
+        labels = following[:, :, steps.to(following.device)].contiguous()
+        batch |= {"anchors": anchors, "steps": steps, "labels": labels}
 
     def candidates(self, batch: Batch) -> torch.Tensor:
         """Return the positions where a block can start, boolean `[batch, seq]`."""
@@ -129,36 +166,68 @@ class BlockObjective:
         """
         return torch.arange(self.config.max_draft_tokens)
 
-    def following_tokens(self, batch: Batch, anchors: torch.Tensor, count: int) -> torch.Tensor:
+    def _following(self, batch: Batch, anchors: torch.Tensor, count: int) -> torch.Tensor:
         """Return the `count` tokens after each anchor, `[batch, anchors, count]`, see [`block_labels`]."""
         return block_labels(batch["input_ids"], batch["loss_mask"], batch["position_ids"], anchors, count)
 
     def counts(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Return what the losses of the batches are divided by, summed over all of them, see [`loss_counts`]."""
-        labels = [batch["labels"].flatten(0, 1) for batch in batches]
-        return torch.as_tensor(sum(loss_counts(each, self.kl_positions, self.weights) for each in labels))
+        labels, weights = [batch["labels"].flatten(0, 1) for batch in batches], self.terms.position_weights
+        return torch.as_tensor(sum(loss_counts(each, self.kl_positions, weights) for each in labels))
 
-    def run_drafter(
-        self, drafter: nn.Module, batch: Batch, anchors: torch.Tensor, residual: torch.Tensor, steps: torch.Tensor
-    ) -> HeadOutput:
-        """Run the drafter over the blocks of `anchors`, as generation does; each draft follows the text's own token.
+    # Training and judging
+
+    def step(
+        self,
+        drafter: nn.Module,
+        batch: Batch,
+        table: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+    ) -> DrafterLoss:
+        """Return the loss of a batch with anchors, divided by the `counts` of a whole optimizer step or by its own.
+        The table is the drafter's `vocabulary_table`, whole."""
+        return self.loss(self.run_drafter(drafter, batch), batch, table, counts)
+
+    @torch.no_grad()
+    def walk(
+        self,
+        drafter: nn.Module,
+        batch: Batch,
+        anchors: torch.Tensor,
+        table: torch.Tensor | None = None,
+        teacher_positions: int | None = None,
+        at_once: int | None = None,
+    ) -> Walk:
+        """Draft at each of some anchors, as generation does, `at_once` in one pass of the drafter. `teacher_positions`
+        are those of [`loss`]; acceptance needs all draft positions."""
+        following = self._following(batch, anchors, self.config.max_draft_tokens + 1)
+        labels = following[:, :, :-1].contiguous()
+        batch = batch | {"anchors": anchors, "steps": self.steps(), "labels": labels}
+        parts = [
+            self.run_drafter(drafter, batch | {"anchors": part})
+            for part in anchors.split(at_once or anchors.shape[1], dim=1)
+        ]
+        whole = [None if part[0] is None else torch.cat(part, dim=1) for part in zip(*parts)]
+        drafted = HeadOutput(cast(torch.Tensor, whole[0]), *whole[1:])
+        terms = self.loss(drafted, batch, table, teacher_positions=teacher_positions)
+        matches = terms.predictions.view_as(labels) == labels
+        return Walk(
+            terms.loss, anchors, (following != IGNORE_INDEX).sum(-1), matches, terms.acceptance.view(labels.shape)
+        )
+
+    def run_drafter(self, drafter: nn.Module, batch: Batch) -> HeadOutput:
+        """Run the drafter over the blocks of a batch's anchors, as generation does; each draft follows the text's own
+        token.
 
         In generation the token before a draft is itself a draft. It equals the text's token while all drafts before
         it were right, and drafts after a wrong one never count. So predictions are those of greedy drafting wherever
         they matter.
 
-        Args:
-            drafter: The drafter, wrapped for distributed training or not.
-            batch: `input_ids` and `position_ids`, `[batch, seq]`.
-            anchors: Indices into the rows, `[batch, anchors]`, -1 for missing ones.
-            residual: `[batch, seq, streams, config.target_hidden_size]` of the same rows, of `layer_ids`.
-            steps: Of [`steps`].
-
         Returns:
             The states for the target's LM head, `[batch, anchors, config.max_draft_tokens,
             config.target_hidden_size]`, and the outputs of the drafter's heads.
         """
-        config = self.config
+        config, anchors = self.config, batch["anchors"]
         first, size = anchors.clamp(min=0), config.block_size
         anchor_ids, anchor_positions = (batch[name].gather(1, first) for name in ("input_ids", "position_ids"))
         tokens, positions = block_inputs(anchor_ids, anchor_positions, size, config.mask_token_id)
@@ -171,86 +240,44 @@ class BlockObjective:
             embeds,
             positions,
             attention_mask=block_masks(config, anchors, batch["position_ids"]),
-            residual=self.residual_read(residual),
+            residual=self._residual_read(batch),
             residual_position_ids=batch["position_ids"],
             previous_ids=previous,
             previous_embeds=previous_embeds,
         )
 
-    def residual_read(self, residual: torch.Tensor) -> torch.Tensor:
+    def _residual_read(self, batch: Batch) -> torch.Tensor:
         """Return of the residual what the drafter reads."""
-        return residual[:, :, : len(self.config.target_layer_ids or ()) * self.target.streams]
+        return batch["residual"][:, :, : len(self.config.target_layer_ids or ()) * self.target.streams]
 
     def loss(
         self,
         drafted: HeadOutput,
-        anchors: torch.Tensor,
-        labels: torch.Tensor,
-        residual: torch.Tensor,
-        steps: torch.Tensor,
+        batch: Batch,
         table: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
-        needs_acceptance: bool = False,
+        teacher_positions: int | None = None,
     ) -> DrafterLoss:
-        """Compute the loss of drafts.
-
-        Args:
-            drafted: Of [`run_drafter`].
-            anchors: `[batch, anchors]`.
-            labels: `[batch, anchors, config.max_draft_tokens]`.
-            residual: `[batch, seq, streams, config.target_hidden_size]`.
-            steps: Of [`steps`].
-            table: The drafter's `vocabulary_table`, whole.
-            counts: Of the whole optimizer step; default: of these labels.
-            needs_acceptance: Whether to compute acceptance even if no term of the loss needs it.
-        """
-        covers_all = self.trains_acceptance or needs_acceptance
-        teacher_positions = self.config.max_draft_tokens if covers_all else self.kl_positions
+        """Compute the loss of drafts of [`run_drafter`]. `teacher_positions` is how many draft positions have a
+        teacher: `None` for what the terms of the loss need, 0 where only predictions are wanted."""
+        if teacher_positions is None:
+            teacher_positions = self.config.max_draft_tokens if self.trains_acceptance else self.kl_positions
         states, vectors, confidence, blind, _ = (None if part is None else part.flatten(0, 1) for part in drafted)
-        states, vectors = self._read(cast(torch.Tensor, states), vectors)
-        return drafter_loss(
-            states,
-            labels.flatten(0, 1),
-            self.teacher(anchors, residual, steps[:teacher_positions]) if teacher_positions else None,
-            kl_temperature=self.args.kl_temperature,
-            kl_positions=self.kl_positions,
-            kl_weights=self.kl_weights,
-            weights=self.weights,
-            counts=counts,
-            vectors=vectors,
-            table=table,
-            confidence=confidence,
-            blind=blind,
-            candidates=self.config.head_candidates or 0,
-            draft_ids=self.draft_ids,
-            head=self.head,
-            chunk_size=self.args.loss_chunk_size,
-            **self.loss_weights,
-        )
+        head = self.draft_head(table)
+        if head.draft_ids is not None and vectors is not None:  # its own LM head and its head's table are one table
+            states, vectors = torch.cat([cast(torch.Tensor, states), vectors.to(states)], dim=-1), None
+        teacher = None
+        if teacher_positions:
+            teacher = self.teacher(batch["anchors"], batch["residual"], batch["steps"][:teacher_positions])
+        flat = HeadOutput(cast(torch.Tensor, states), vectors, confidence, blind)
+        return drafter_loss(flat, batch["labels"].flatten(0, 1), teacher, self.terms, head, counts)
 
-    @property
-    def draft_ids(self) -> torch.Tensor | None:
-        """The tokens that can be drafted, `[config.draft_vocab_size]`; `None` for all."""
-        return self.drafter.draft_ids if self.config.draft_vocab_size else None
+    def draft_head(self, table: torch.Tensor | None = None) -> DraftHead:
+        """Return what turns the drafter's states into logits, by its `vocabulary_table`."""
+        draft_ids = self.drafter.draft_ids if self.config.draft_vocab_size else None
+        return DraftHead(self.lm_head, table, draft_ids, self.config.head_candidates or 0)
 
-    def draft_logits(
-        self, states: torch.Tensor, vectors: torch.Tensor | None, table: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the drafter's logits of n drafts, `[n, config.draft_vocab_size or config.vocab_size]`, from its
-        states, its head's vectors and its `vocabulary_table`."""
-        return student_logits(self.head, *self._read(states, vectors), table)
-
-    def draft_indices(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the index of each token in [`draft_logits`], -1 for a token that cannot be drafted."""
-        return tokens if self.draft_ids is None else indices_among(tokens, self.draft_ids)
-
-    def _read(self, states: torch.Tensor, vectors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Join states and vectors where the drafter's own LM head and its head's table are joined."""
-        if self.draft_ids is None or vectors is None:
-            return states, vectors
-        return torch.cat([states, vectors.to(states)], dim=-1), None
-
-    def head(self, states: torch.Tensor) -> torch.Tensor:
+    def lm_head(self, states: torch.Tensor) -> torch.Tensor:
         """Apply the target's LM head."""
         return self.target.logits(states).to(states.device)
 

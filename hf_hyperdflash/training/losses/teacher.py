@@ -10,20 +10,11 @@ from ...targets.target import Target, computable
 
 
 def teacher_states(target: Target, residual: torch.Tensor, kl_teacher: str = "hc_head") -> torch.Tensor:
-    """Return the input of the target's LM head at each position, from the pre-collapse residual, without a forward.
+    """Return the input of the target's LM head at each position, `[batch, seq, config.hidden_size]`, from the
+    pre-collapse residual, `[batch, seq, config.hc_mult, config.hidden_size]`, without a forward.
 
-    Args:
-        target: The target.
-        residual: `[batch, seq, config.hc_mult, config.hidden_size]`.
-        kl_teacher: `"hc_head"` for the target's own collapse, whose logits are the target's next-token logits;
-            `"mean_pool"` for the mean of the streams, the paper's teacher (section 2.3).
-
-    Returns:
-        `[batch, seq, config.hidden_size]`.
-
-    Raises:
-        ValueError: If the mean is asked for and the target has no final norm to put after it.
-    """
+    `"hc_head"` is the target's own collapse, whose logits are its next-token logits; `"mean_pool"` the mean of the
+    streams, the paper's teacher (section 2.3), which a target without a final norm does not have."""
     check_teacher(target, kl_teacher)
     head = cast(Any, target.model.get_output_embeddings()).weight
     residual = computable(residual, head).to(target.dtype)

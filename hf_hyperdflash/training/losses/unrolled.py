@@ -12,6 +12,7 @@ from ...drafters.parts.heads import HeadOutput
 from ...drafters.parts.rank_head import RANK_CLASSES, rank_classes
 from ...drafters.unrolled.configuration import UnrolledConfig
 from ...targets.target import Target
+from .chunk import student_logits
 from .loss import IGNORE_INDEX, DrafterLoss, loss_counts, position_weights, rank_loss
 from .objective import Batch, BlockObjective, LossSettings
 
@@ -24,9 +25,7 @@ class UnrolledObjective(BlockObjective):
     for every step; otherwise from the last slot, as a chain does.
     """
 
-    def __init__(self, drafter: Any, target: Target, args: LossSettings) -> None:
-        super().__init__(drafter, target, args)
-        self.kl_weights = self.weights
+    weights_kl = True
 
     def candidates(self, batch: Batch) -> torch.Tensor:
         return super().candidates(batch) & (batch["position_ids"] > 0)  # one position precedes the anchor
@@ -44,54 +43,56 @@ class UnrolledObjective(BlockObjective):
         first = torch.tensor([0, *(slot + 1 for slot in slots)]).cumsum(0)
         return (first[:, None] + torch.arange(size)).flatten()
 
-    def run_drafter(
-        self, drafter: nn.Module, batch: Batch, anchors: torch.Tensor, residual: torch.Tensor, steps: torch.Tensor
-    ) -> HeadOutput:
-        ids = batch["input_ids"]
+    def run_drafter(self, drafter: nn.Module, batch: Batch) -> HeadOutput:
+        ids, anchors = batch["input_ids"], batch["anchors"]
         following = torch.cat([ids[:, 1:], ids[:, -1:]], dim=1)
-        first = steps[:: self.config.block_size].to(ids.device)  # of each block, after the anchor
+        first = batch["steps"][:: self.config.block_size].to(ids.device)  # of each block, after the anchor
         at = (anchors.clamp(min=0).unsqueeze(-1) + first[1:]).clamp(max=ids.shape[1] - 1)
         later = ids.gather(1, at.flatten(1)).view_as(at)
         if not self.config.own_embedding:
             with torch.no_grad():
                 following, later = (self.target.embed(each) for each in (following, later))
         return drafter(
-            self.residual_read(residual),
+            self._residual_read(batch),
             batch["position_ids"],
             following,
             (anchors - 1).clamp(min=0),
             later,
             (first.diff() - 1).tolist(),
-            head=self.head,
+            head=self.lm_head,
         )
 
     def loss(
         self,
         drafted: HeadOutput,
-        anchors: torch.Tensor,
-        labels: torch.Tensor,
-        residual: torch.Tensor,
-        steps: torch.Tensor,
+        batch: Batch,
         table: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
-        needs_acceptance: bool = False,
+        teacher_positions: int | None = None,
     ) -> DrafterLoss:
-        size, ranks, counted = self.config.block_size, drafted.ranks, labels
+        size, ranks, labels = self.config.block_size, drafted.ranks, batch["labels"]
         is_masked = self.args.valid_prefix and torch.is_grad_enabled()
-        if ranks is None and not is_masked:
-            return super().loss(drafted, anchors, labels, residual, steps, table, counts, needs_acceptance)
+        if not is_masked and (ranks is None or teacher_positions == 0):
+            return super().loss(drafted, batch, table, counts, teacher_positions)
         right, classes = self._rank_predictions(drafted.states, labels, table)
+        counted = labels
         if is_masked:
             before = right.unflatten(-1, (-1, size)).long().cumprod(-1)[..., :-1]
             valid = nn.functional.pad(before, (1, 0), value=1).bool().flatten(-2)
             counted = labels.masked_fill(~valid, IGNORE_INDEX)
-            counts = None if counts is None else counts * self._counted_share(counted, labels)
-        terms = super().loss(drafted, anchors, counted, residual, steps, table, counts, needs_acceptance)
+            if counts is not None:  # the share that is left on this process: that of the whole step is not known yet
+                left, all_ = (
+                    loss_counts(each.flatten(0, 1), self.kl_positions, self.terms.position_weights).to(counts)
+                    for each in (counted, labels)
+                )
+                counts = counts * torch.where(all_ > 0, left / all_.clamp(min=1e-9), 0.0)
+        terms = super().loss(drafted, batch | {"labels": counted}, table, counts, teacher_positions)
         if ranks is None:
             return terms
         rank_terms = rank_loss(ranks.flatten(0, 1).view(-1, size, ranks.shape[-1]), classes.view(-1, size))
         if counts is not None:  # a part of a step
-            rank_terms = rank_terms * loss_counts(counted.flatten(0, 1), 0, self.weights).to(counts)[0] / counts[0]
+            own = loss_counts(counted.flatten(0, 1), 0, self.terms.position_weights).to(counts)[0]
+            rank_terms = rank_terms * own / counts[0]
         rank_terms = rank_terms.to(terms.loss)
         return terms._replace(loss=terms.loss + (self.args.rank_weight or 0) * rank_terms, rank=rank_terms.detach())
 
@@ -102,21 +103,14 @@ class UnrolledObjective(BlockObjective):
         """Return whether each draft equals its label, and the class of the label's rank, -100 without a label. A token
         that cannot be drafted has the last class."""
         right, classes = torch.zeros_like(labels, dtype=torch.bool), torch.full_like(labels, IGNORE_INDEX)
+        head = self.draft_head(table)
         for at in (labels != IGNORE_INDEX).nonzero().split(self.args.loss_chunk_size):
             index = at.unbind(1)
-            logits, tokens = self.draft_logits(states[index], None, table), self.draft_indices(labels[index])
+            logits, tokens = student_logits(head.lm_head, states[index], None, table), head.indices(labels[index])
             right[index] = logits.argmax(-1) == tokens
             rank_terms = rank_classes(logits, tokens.clamp(min=0))
             classes[index] = rank_terms.masked_fill(tokens < 0, RANK_CLASSES - 1)
         return right, classes
-
-    def _counted_share(self, counted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the share of each count that is left on this process: that of the whole step is not known yet."""
-        left, all_ = (
-            loss_counts(each.flatten(0, 1), self.kl_positions, self.weights).to(labels.device)
-            for each in (counted, labels)
-        )
-        return torch.where(all_ > 0, left / all_.clamp(min=1e-9), 0.0)
 
 
 def make_objective(drafter: Any, target: Target, args: LossSettings) -> BlockObjective:

@@ -6,55 +6,29 @@ import json
 import re
 import shutil
 import stat
-import zipfile
 from pathlib import Path
 from typing import Literal
 
-from safetensors import SafetensorError, safe_open
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ...hub.cards import TRAINING_RECORD
 
-# Each part has to have a file of one pattern: as one process, several, FSDP or DeepSpeed (`global_step*`) write it.
-_PARTS = {
-    "weights": ("*.safetensors", "*/adapter_model.safetensors", "pytorch_model_fsdp*", "global_step*"),
-    "optimizer": ("optimizer*", "*-optimizer.pt", "global_step*"),
-    "schedule": ("scheduler.pt", "global_step*"),
-    "random state": ("rng_state*.pth",),
-    "trainer state": ("trainer_state.json",),
-}
 CHECKPOINT = re.compile(r"checkpoint-\d+")  # the name of one
+# What has the optimizer's state: of one process, several, FSDP or DeepSpeed.
+_OPTIMIZERS = ("optimizer*", "*-optimizer.pt", "global_step*")
 
 
 def defect(folder: Path) -> str | None:
-    """Return why a run cannot resume from a checkpoint; `None` if it can.
-
-    Args:
-        folder: A checkpoint of transformers' `Trainer`, alone or with FSDP or DeepSpeed.
-    """
+    """Return why a run cannot resume from a checkpoint of transformers' `Trainer`; `None` if it can."""
     if not folder.is_dir():
         return "there is no such folder"
-    missing = [part for part, patterns in _PARTS.items() if not any(any(folder.glob(name)) for name in patterns)]
-    if missing == ["optimizer", "schedule", "random state"]:
+    try:  # all others are whole once this is: it is written last
+        json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return f"its {TRAINER_STATE_NAME}, which is written last, is not there or not whole"
+    if not any(any(folder.glob(pattern)) for pattern in _OPTIMIZERS):
         return "it has weights alone (`save_only_model`): begin a new run with them as its drafter"
-    if missing:
-        return f"it has no {', no '.join(missing)}"
-    broken = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if _is_truncated(path)]
-    return f"{', '.join(broken)} cannot be read" if broken else None
-
-
-def _is_truncated(path: Path) -> bool:
-    """Return whether a file ends too early, because its process was killed. Its content is not read."""
-    if path.suffix in (".pt", ".pth"):
-        return not zipfile.is_zipfile(path)  # looks for the directory at the end, which `torch.save` writes last
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt"):  # compares the header with the file's length
-                return False
-        if path.suffix == ".json":
-            json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, SafetensorError):
-        return True
-    return False
+    return None
 
 
 def newest_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
@@ -69,15 +43,8 @@ def newest_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
 
 
 def checkpoint_to_resume(wanted: str | Literal[True], output_dir: Path) -> tuple[Path, list[str]]:
-    """Return the checkpoint to resume from, and a line for every newer one that is skipped.
-
-    Args:
-        wanted: A checkpoint's folder, or `True` for the newest whole one.
-        output_dir: The run's.
-
-    Raises:
-        ValueError: If there is none, or the wanted one is not complete.
-    """
+    """Return the checkpoint to resume from, the `wanted` folder or the newest whole one (`True`), and a line for every
+    newer one that is skipped. Raise a `ValueError` if there is none, or the wanted one is not whole."""
     last, skipped = newest_complete(output_dir)
     if wanted is not True:
         if (reason := defect(Path(wanted))) is None:
@@ -107,10 +74,16 @@ def describe_earlier_run(output_dir: Path) -> str | None:
     return None
 
 
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint, if it is there, first the file that makes it whole."""
+    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def remove_checkpoints(output_dir: Path) -> None:
     """Remove the checkpoints of an earlier run. Its drafter stays until this run has one."""
     for folder in _checkpoints(output_dir):
-        shutil.rmtree(folder)
+        remove_checkpoint(folder)
 
 
 def apply_umask(folder: Path) -> None:

@@ -41,13 +41,8 @@ class _ProgressLines(PlainBar):
 
 
 def progress_bar(*args: Any, disable: bool | None, **options: Any) -> PlainBar:
-    """Return tqdm's bar.
-
-    Args:
-        *args: tqdm's.
-        disable: `True` for no bar, `False` for one, `None` for one on a terminal and a line now and then elsewhere.
-        **options: tqdm's.
-    """
+    """Return tqdm's bar. `disable` is `True` for none, `False` for one, `None` for one on a terminal and a line now
+    and then elsewhere."""
     if disable is None and not sys.stderr.isatty():
         return _ProgressLines(*args, **options)
     return tqdm(*args, disable=disable, **options)
@@ -60,18 +55,14 @@ def format_entry(step: int, logs: Mapping[str, float]) -> str:
         return f"{step} steps in {logs['train_runtime']:.0f} s, mean loss {logs.get('train_loss', 0):.4g}"
     prefix = next((name.removesuffix("runtime") for name in logs if name.endswith("_runtime")), "eval_")
     for kind, start, titles in _EVALUATIONS:
-        if rates := _numbered(logs, prefix + start):
+        names = takewhile(logs.__contains__, (f"{prefix}{start}{k}" for k in count(1)))
+        if rates := [logs[name] for name in names]:
             facts = [title.format(logs[prefix + name]) for name, title in titles.items() if prefix + name in logs]
             percent = ", ".join(f"{100 * rate:.0f}" for rate in rates)
             return f"step {step}, {kind}: {', '.join(facts)}; accepted at each position, %: {percent}"
     entries = {name.replace("_", " "): value for name, value in logs.items() if name not in ("epoch", "total_flos")}
     values = (f"{value:.4g}" if isinstance(value, float) else value for value in entries.values())
     return f"step {step}: {', '.join(f'{name} {value}' for name, value in zip(entries, values))}"
-
-
-def _numbered(logs: Mapping[str, float], start: str) -> list[float]:
-    names = takewhile(logs.__contains__, (f"{start}{k}" for k in count(1)))
-    return [logs[name] for name in names]
 
 
 class LinesAboveBar(ProgressCallback):

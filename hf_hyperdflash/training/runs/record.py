@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...hub.cards import TRAINING_RECORD
+from ..arguments import LOSS_WEIGHTS
 
 REPORTED = (
     "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size",
@@ -30,7 +31,7 @@ def _settings(trainer: Any) -> dict[str, object]:
         "target": public_name(trainer.target.config._name_or_path),
         **trainer.described,
         **{name: getattr(args, name) for name in REPORTED},
-        **trainer.objective.loss_weights,
+        **{name: getattr(trainer.objective.terms, name) for name in LOSS_WEIGHTS},
         "max_length": trainer.max_length,
         "kl_positions": trainer.objective.kl_positions or None,
         "num_draft_tokens": trainer.drafter_config.max_draft_tokens,

@@ -38,7 +38,8 @@ from hf_hyperdflash import (
 )
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS, examine
 from hf_hyperdflash.benchmark.results import load, pool
-from hf_hyperdflash.benchmark.runner import BenchmarkSettings, Method, hardware, run_benchmark
+from hf_hyperdflash.benchmark.runner import BenchmarkSettings, hardware, run_benchmark
+from hf_hyperdflash.training.trials import Local
 
 MODELS = Path(__file__).parents[1] / "examples" / "models"
 STEPS, POSITIONS, CONTEXT = 200, 64, 1900
@@ -238,7 +239,7 @@ def measure(name: str, pair: Pair, given: Well) -> float | None:
         ["doctor"], str(data), [mode], limit=given.args.prompts, max_new_tokens=given.args.max_new_tokens
     )
     pair.drafter.bind(pair.target)
-    method = Method("drafted", pair.drafter)
+    method = Local(pair.target, pair.drafter, name="drafted")
     path = run_benchmark(pair.target, pair.tokenizer, [method], settings, given.folder / name / "results.jsonl")
     return pool(load(path))[0].speedup
 

@@ -32,10 +32,9 @@ from hf_hyperdflash import (
     load_target,
     load_tokenizer,
 )
-from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis
+from hf_hyperdflash.benchmark.doctor.ablations import encode
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
-from hf_hyperdflash.benchmark.doctor.fit import check_widths
-from hf_hyperdflash.benchmark.doctor.lost_acceptance import encode
+from hf_hyperdflash.benchmark.doctor.fit import logit_gap
 from hf_hyperdflash.benchmark.runner import hardware
 
 
@@ -114,9 +113,9 @@ def measure(target: Any, prompts: list[torch.Tensor], args: argparse.Namespace) 
             seconds[index] += time.perf_counter() - began
         same += torch.equal(*texts)
         tokens += texts[0].shape[1] - ids.shape[1]
-    gap = check_widths(Diagnosis(), target, texts[0])
+    gap, spread, _ = logit_gap(target, texts[0])
     return {
-        "same": same, "of": args.prompts, "depends": gap, "tokens_per_second": tokens / seconds[0],
+        "same": same, "of": args.prompts, "depends": gap / spread, "tokens_per_second": tokens / seconds[0],
         "with_lookup": seconds[0] / seconds[1], "trains": trains(target, texts[0]),
     }  # fmt: skip
 

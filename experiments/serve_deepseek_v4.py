@@ -25,7 +25,8 @@ from typing import Any
 
 from serve_vllm import CLIENTS, NAME, Server, ServerEnded, many_clients, prompts_of
 
-from hf_hyperdflash.benchmark.served.endpoint import EndpointSettings, fetch, measure
+from hf_hyperdflash.benchmark import server as endpoint
+from hf_hyperdflash.benchmark.server import fetch, measure
 from hf_hyperdflash.serving.vllm.plugin import STREAMS_VARIABLE
 
 SUITES = ["gsm8k", "humaneval", "mt-bench"]
@@ -101,7 +102,7 @@ def parted_at_a_tie(text: list[int], other: list[int], gap: list[float]) -> bool
 class Asked:
     """What both servers are asked."""
 
-    settings: EndpointSettings
+    endpoint: endpoint.Server
     prompts: list[list[str]]
     chats: list[Any]
     ids: list[list[int]]
@@ -109,7 +110,8 @@ class Asked:
 
     def rates(self) -> dict[int, float]:
         """Tokens per second, by how many prompts are asked at a time."""
-        return {n: measure(self.settings, self.prompts, 0.0, n)["tokens_per_second"] for n in FASTER}
+        asked = self.endpoint, self.prompts, 0.0
+        return {n: measure(*asked, n, self.count)["tokens_per_second"] for n in FASTER}
 
 
 @dataclass
@@ -128,7 +130,7 @@ def with_drafter(args: argparse.Namespace, asked: Asked, claims: Claims) -> Draf
     with claims.failing(STARTS), Server(args, args.drafter) as server:
         claims.tell(STARTS, True, Path(args.drafter).name)
         with claims.failing(ACCEPTED, EQUAL, server=server):
-            found.texts, counted = server.counted(asked.settings, asked.ids, asked.count)
+            found.texts, counted = server.counted(asked.ids, asked.count)
             found.tau, found.acceptance = counted.tau, counted.acceptance
             tau = counted.tau or 0.0
             told = f"tau {tau:.2f}, expected {args.expected_tau:.2f}; {[round(p, 3) for p in counted.acceptance]}"
@@ -161,7 +163,7 @@ def against_the_target(args: argparse.Namespace, asked: Asked, drafted: Drafted,
 
 def same_texts(server: Server, asked: Asked, drafted: list[list[int]]) -> tuple[bool, str]:
     """Whether the target alone writes what was drafted, but for near ties, and how often."""
-    alone, _ = server.counted(asked.settings, asked.ids, asked.count)
+    alone, _ = server.counted(asked.ids, asked.count)
     behind = [gaps(server, ids, asked.count) for ids in asked.ids]
     tied = sum(map(parted_at_a_tie, alone, drafted, behind))
     equal = sum(a == b for a, b in zip(alone, drafted))
@@ -195,9 +197,8 @@ def asked_by(args: argparse.Namespace) -> Asked:
     prompts, chats, ids = prompts_of(args, SUITES)
     check(args)
     Path(args.output).mkdir(parents=True, exist_ok=True)
-    address, count = f"http://127.0.0.1:{args.port}", args.max_new_tokens
-    settings = EndpointSettings(address, NAME, SUITES, args.data, max_new_tokens=count)
-    return Asked(settings, prompts, chats, ids, count)
+    served = endpoint.Server(f"http://127.0.0.1:{args.port}", NAME)
+    return Asked(served, prompts, chats, ids, args.max_new_tokens)
 
 
 def main() -> None:

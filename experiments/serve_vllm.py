@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from hf_hyperdflash import load_drafter, load_target, load_tokenizer
+from hf_hyperdflash.benchmark import server as asked
 from hf_hyperdflash.benchmark.runner import commit, hardware
-from hf_hyperdflash.benchmark.served.endpoint import EndpointSettings, fetch, measure, read_counters
-from hf_hyperdflash.benchmark.served.served_counts import DraftCounters
+from hf_hyperdflash.benchmark.server import DraftCounters, fetch, measure, vllm_counters
 from hf_hyperdflash.benchmark.suites import load_suite
 from hf_hyperdflash.decoding.stats import SpeculationStats
 
@@ -101,11 +101,11 @@ class Server(AbstractContextManager["Server"]):
         body = {"model": NAME, "prompt": ids, "max_tokens": count, "temperature": 0, "return_token_ids": True}
         return json.loads(fetch(f"{self.root}/v1/completions", body))["choices"][0]["token_ids"]
 
-    def counted(self, settings: EndpointSettings, prompts: list[list[int]], count: int) -> tuple[Any, DraftCounters]:
+    def counted(self, prompts: list[list[int]], count: int) -> tuple[Any, DraftCounters]:
         """Its tokens after each prompt, one prompt after the other, and what it counted meanwhile."""
-        before = read_counters(settings) or DraftCounters(0, [])
+        before = vllm_counters(fetch(f"{self.root}/metrics"), NAME)
         texts = [self.complete(ids, count) for ids in prompts]
-        return texts, (read_counters(settings) or before).since(before)
+        return texts, vllm_counters(fetch(f"{self.root}/metrics"), NAME).since(before)
 
     def running(self) -> float:
         """How many requests it is at."""
@@ -174,12 +174,12 @@ def close(counted: DraftCounters, stats: SpeculationStats) -> tuple[bool, str]:
     return fits, f"tau {counted.tau or 0:.3f} in {counted.rounds:.0f} rounds, ours {stats.tau:.3f} in {stats.rounds}"
 
 
-def throughput(args: argparse.Namespace, settings: EndpointSettings, prompts: list[list[str]]) -> list[dict[str, Any]]:
+def throughput(args: argparse.Namespace, server: asked.Server, prompts: list[list[str]]) -> list[dict[str, Any]]:
     """Figures at each concurrency, after a warm-up: of several runs that with the median throughput."""
-    measure(settings, prompts[:CLIENTS], 0.0, CLIENTS)
+    measure(server, prompts[:CLIENTS], 0.0, CLIENTS, args.max_new_tokens)
     found = []
     for concurrency in args.concurrency:
-        runs = [measure(settings, prompts, 0.0, concurrency) for _ in range(args.repeats)]
+        runs = [measure(server, prompts, 0.0, concurrency, args.max_new_tokens) for _ in range(args.repeats)]
         runs.sort(key=lambda run: run["tokens_per_second"])
         lowest, highest = runs[0]["tokens_per_second"], runs[-1]["tokens_per_second"]
         found.append({**runs[len(runs) // 2], "lowest": lowest, "highest": highest})
@@ -282,9 +282,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
 
     prompts, chats, ids = prompts_of(args, suites)
-    settings = EndpointSettings(
-        f"http://127.0.0.1:{args.port}", NAME, suites, args.data, max_new_tokens=args.max_new_tokens
-    )
+    endpoint = asked.Server(f"http://127.0.0.1:{args.port}", NAME)
     claims: list[tuple[str, bool, str]] = []
 
     def claim(title: str, holds: bool, detail: str) -> None:
@@ -296,11 +294,11 @@ def main() -> None:
     spoken = [tokenizer.decode(text, skip_special_tokens=True) for text in texts]
     rows = {}
     with Server(args, None) as server:
-        alone, _ = server.counted(settings, ids, args.max_new_tokens)
+        alone, _ = server.counted(ids, args.max_new_tokens)
         claim("the server without a drafter writes what `generate` writes", *same(alone, texts))
-        rows["target alone"] = throughput(args, settings, prompts)
+        rows["target alone"] = throughput(args, endpoint, prompts)
     with Server(args, args.drafter) as server:
-        drafted, counted = server.counted(settings, ids, args.max_new_tokens)
+        drafted, counted = server.counted(ids, args.max_new_tokens)
         claim("with the drafter it writes the same", *same(drafted, alone))
         claim("acceptance per draft position is `generate`'s, within three standard errors", *close(counted, stats))
         answers = asyncio.run(many_clients(server.root, chats, args.max_new_tokens, leave=False))
@@ -314,10 +312,10 @@ def main() -> None:
         while server.running() and time.monotonic() < deadline:
             time.sleep(0.5)
         claim("what they asked for is given up", server.running() == 0, f"{server.running():.0f} requests running")
-        rows["with the drafter"] = throughput(args, settings, prompts)
+        rows["with the drafter"] = throughput(args, endpoint, prompts)
         server.stop(signal.SIGKILL)
     with Server(args, args.drafter) as server:
-        again, _ = server.counted(settings, ids[:CLIENTS], args.max_new_tokens)
+        again, _ = server.counted(ids[:CLIENTS], args.max_new_tokens)
         claim("a server that was killed and started again writes the same", *same(again, texts[:CLIENTS]))
 
     run = {

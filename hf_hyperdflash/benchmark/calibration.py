@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -19,8 +19,7 @@ from ..decoding.stats import SpeculationStats
 from ..drafters.base import Observer
 from ..drafters.blocks.drafter import BlockDrafter
 from ..drafters.sampling import Context
-from ..training.acceptance import bound
-from ..training.runs.progress import progress_bar
+from ..training.trials import Local, bound, run
 from ..trees.tree import DraftTree
 from .reliability import Reliability, fit_temperatures, given_those_before, reliability, through
 
@@ -31,35 +30,20 @@ BeforeAfter = tuple[Reliability, Reliability]
 
 
 class Rounds(NamedTuple):
-    """A drafter's confidence in its drafts, and whether they were accepted.
+    """A drafter's confidence in its drafts, and whether they were accepted."""
 
-    Attributes:
-        logits: `[rounds, config.max_draft_tokens]`, the head's logit that a draft is accepted if those before it are;
-            `nan` where there was no draft.
-        accepted: The same shape: whether all drafts up to each were accepted, 1 or 0; `nan` where the text ended
-            before that was known.
-    """
-
-    logits: np.ndarray
-    accepted: np.ndarray
+    logits: np.ndarray  # `[rounds, drafts]`: that a draft is accepted if those before it are; `nan` without a draft
+    accepted: np.ndarray  # all drafts up to each, 1 or 0; `nan` where the text ended before that was known
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Temperatures, and their effect on rounds that they were not fitted on.
+    """Temperatures, and their effect on rounds that they were not fitted on."""
 
-    Attributes:
-        temperatures: One per draft position.
-        rounds: The number of rounds to fit on, and to measure on.
-        through: Per draft position the reliability of the probability that all drafts up to it are accepted, before
-            and after; the last entry is over all positions.
-        given: The same for the probability that it is accepted if those before it are.
-    """
-
-    temperatures: list[float]
-    rounds: tuple[int, int]
-    through: list[BeforeAfter]
-    given: list[BeforeAfter]
+    temperatures: list[float]  # one per draft position
+    rounds: tuple[int, int]  # to fit on, and to measure on
+    through: list[BeforeAfter]  # of each position that all drafts up to it are accepted; last over all positions
+    given: list[BeforeAfter]  # the same, that it is accepted if those before it are
 
 
 # Of acceptance, from logits `[rounds, drafts]` and temperatures `[drafts]`.
@@ -94,26 +78,14 @@ def calibrate(
     temperature: float = 1.0,
     disable_tqdm: bool | None = True,
 ) -> Calibration:
-    """Fit confidence temperatures on every other prompt, from the first on, and measure them on the rest.
-
-    Args:
-        target: The target. One that is not bound is bound meanwhile.
-        drafter: Its drafter, in eval mode. It is not changed; [`save_temperatures`] writes the temperatures.
-        prompts: Held-out ones, token ids `[1, seq]` each.
-        max_new_tokens: Most new tokens per prompt.
-        temperature: Of the texts, 0 for greedy. Drafts are accepted more often or less with another one.
-        disable_tqdm: `False` for a progress bar on stderr, `None` for one on a terminal and lines elsewhere.
-
-    Raises:
-        ValueError: If the drafter has no confidence head, or there are too few rounds.
-    """
+    """Fit confidence temperatures on every other prompt, from the first on, and measure them on the rest."""
     check_confidence(drafter.config)
     check_amount(len(prompts), max_new_tokens)
     halves = []
     with bound(target):
         for purpose, half in (("fit", prompts[::2]), ("measure", prompts[1::2])):
-            bar = progress_bar(half, desc=f"rounds to {purpose} on", unit="prompt", leave=False, disable=disable_tqdm)
-            halves.append(record_rounds(target, drafter, bar, max_new_tokens, temperature))
+            shown: dict[str, Any] = {"desc": f"rounds to {purpose} on", "disable_tqdm": disable_tqdm}
+            halves.append(record_rounds(target, drafter, half, max_new_tokens, temperature, **shown))
             if len(halves[-1].logits) < LEAST_ROUNDS:
                 raise ValueError(
                     f"{len(half)} prompts led to {len(halves[-1].logits)} rounds to {purpose} on, expected at least "
@@ -136,23 +108,19 @@ class _ConfidenceRecorder(Observer):
 def record_rounds(
     target: PreTrainedModel,
     drafter: BlockDrafter,
-    prompts: Iterable[torch.Tensor],
+    prompts: Sequence[torch.Tensor],
     max_new_tokens: int,
     temperature: float,
+    **shown: Any,
 ) -> Rounds:
     """Generate from every prompt and record confidence and outcome of every round."""
-    options: dict[str, float] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     observed: Any = copy.copy(drafter)  # others may be using the drafter itself
     observed.config, stats = copy.copy(drafter.config), SpeculationStats()
     observed.config.confidence_temperatures = None
 
     observed.observer = recorder = _ConfidenceRecorder()
-    for prompt in prompts:
-        ids = prompt.to(target.device)
-        target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=observed, **options)  # type: ignore[operator]
-        stats += cast(SpeculationStats, observed.last_stats)
+    for _, _, record in run([Local(target, observed)], prompts, max_new_tokens, temperature=temperature, **shown):
+        stats += cast(SpeculationStats, record.stats)
     logits, accepted = np.full((2, stats.rounds, observed.config.max_draft_tokens), math.nan)
     for number, confidence in enumerate(recorder.confidences):
         drafts, accepted_count = len(confidence), stats.accepted[number]
@@ -165,20 +133,16 @@ def record_rounds(
 
 def fitted(to_fit: Rounds, to_measure: Rounds) -> Calibration:
     """Fit temperatures on some rounds, and measure them on others."""
-    temperatures = np.round(fit_temperatures(*to_fit), 4)
+    temperatures, accepted = np.round(fit_temperatures(*to_fit), 4), to_measure.accepted
+    reached = np.ones_like(accepted)
+    reached[:, 1:] = accepted[:, :-1]
+    given = np.where(reached == 1, accepted, math.nan)  # a draft after a rejected one has no outcome
     return Calibration(
         temperatures.tolist(),
         (len(to_fit.logits), len(to_measure.logits)),
-        _before_and_after(to_measure.logits, to_measure.accepted, temperatures, through),
-        _before_and_after(to_measure.logits, _given_earlier(to_measure.accepted), temperatures, given_those_before),
+        _before_and_after(to_measure.logits, accepted, temperatures, through),
+        _before_and_after(to_measure.logits, given, temperatures, given_those_before),
     )
-
-
-def _given_earlier(accepted: np.ndarray) -> np.ndarray:
-    """Replace the outcome of drafts after a rejected one by `nan`."""
-    reached = np.ones_like(accepted)
-    reached[:, 1:] = accepted[:, :-1]
-    return np.where(reached == 1, accepted, math.nan)
 
 
 def _before_and_after(

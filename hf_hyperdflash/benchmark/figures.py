@@ -29,19 +29,7 @@ _RIM: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 0.5}
 
 def acceptance_figure(pooled: Sequence[Row], conditional: bool = False) -> Figure:
     """Draw the paper's Figure 1 from rows of [`pool`]: acceptance per draft position, a panel per mode and
-    temperature.
-
-    Args:
-        pooled: The rows.
-        conditional: Whether acceptance is that of the rounds that accepted the position before, instead of all rounds.
-            It is constant over positions if a draft knows the ones before it.
-
-    Returns:
-        A `matplotlib.figure.Figure`.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-    """
+    temperature; `conditional` of the rounds that accepted the position before, instead of all rounds."""
     label = "Conditional acceptance" if conditional else "Acceptance, share of rounds"
     figure, styles, panels = _panels(pooled, "Draft position", label, (4.8, 3.6))
     for axes, rows in panels:
@@ -56,14 +44,7 @@ def acceptance_figure(pooled: Sequence[Row], conditional: bool = False) -> Figur
 
 
 def speedup_figure(rows: Sequence[Row]) -> Figure:
-    """Draw speedup against tau from rows of [`summarize`]: suites faint, averages strong, lines of equal efficiency.
-
-    Returns:
-        A `matplotlib.figure.Figure`.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-    """
+    """Draw speedup against tau from rows of [`summarize`]: suites faint, averages strong, efficiency as lines."""
     key = "small: a suite; large: average over suites; dashed: equal speedup / τ"
     figure, styles, panels = _panels(
         rows, "τ, tokens per verification round", "Speedup over target-only", (5.6, 4.6), key
@@ -93,17 +74,7 @@ def speedup_figure(rows: Sequence[Row]) -> Figure:
 
 
 def reliability_figure(positions: Sequence[BeforeAfter]) -> Figure:
-    """Draw the share of accepted drafts against the drafter's confidence, before and after calibration.
-
-    Args:
-        positions: The `through` of a [`Calibration`].
-
-    Returns:
-        A `matplotlib.figure.Figure`.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-    """
+    """Draw the share of accepted drafts against the drafter's confidence, before and after calibration."""
     figure_kind, _ = import_matplotlib()
     columns = min(4, len(positions))
     rows = -(-len(positions) // columns)
@@ -131,11 +102,7 @@ def reliability_figure(positions: Sequence[BeforeAfter]) -> Figure:
 
 
 def import_matplotlib() -> tuple[type[Figure], type[Line2D]]:
-    """Import matplotlib, and return its `Figure` and `Line2D`.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Import matplotlib, and return its `Figure` and `Line2D`."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D

@@ -23,6 +23,8 @@ def draw(prompts: int, rng: np.random.Generator) -> np.ndarray:
     A draw has one prompt fewer than there are, with replacement, so that the variance of a mean over few prompts is
     right (Rao and Wu, 1988).
     """
+    if prompts == 1:  # which cannot be redrawn
+        return np.ones((2, 1))
     drawn = rng.multinomial(prompts - 1, np.full(prompts, 1 / prompts), size=DRAWS)
     return np.vstack([np.ones((1, prompts)), drawn])
 

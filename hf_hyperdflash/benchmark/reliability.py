@@ -24,24 +24,16 @@ class Bin(NamedTuple):
 
 
 class Reliability(NamedTuple):
-    """Probabilities compared with outcomes.
-
-    Attributes:
-        total: Their number.
-        confidence: Their mean.
-        accepted: The share of drafts that were accepted.
-        error: Expected calibration error (Naeini et al., 2015), over `BINS` bins of equal width.
-        auc: The probability that an accepted draft has a larger value than a rejected one, equal values counted half
-            (Hanley and McNeil, 1982); `None` if there are not both.
-        bins: The bins that are not empty, by size.
-    """
+    """Probabilities compared with outcomes."""
 
     total: int
-    confidence: float
-    accepted: float
-    error: float
+    confidence: float  # mean
+    accepted: float  # share of the drafts
+    error: float  # expected calibration error (Naeini et al., 2015), over `BINS` bins of equal width
+    # The probability that an accepted draft has a larger value than a rejected one, equal values counted half (Hanley
+    # and McNeil, 1982); `None` if there are not both.
     auc: float | None
-    bins: list[Bin]
+    bins: list[Bin]  # those that are not empty, by size
 
 
 def reliability(probabilities: np.ndarray, accepted: np.ndarray) -> Reliability:
@@ -84,14 +76,7 @@ def fit_temperatures(logits: np.ndarray, accepted: np.ndarray) -> np.ndarray:
     earlier ones fixed, by a search over a grid. DSpark minimizes the calibration error. Here it is the log loss, with
     a weak prior that the head is right (a factor e costs half a nat). The calibration error cannot distinguish an
     informative head from one that always gives the mean: from few rounds it chooses temperatures that erase the head's
-    information, and its own error on fresh rounds is larger.
-
-    Args:
-        logits: `[rounds, positions]`.
-        accepted: Whether all drafts up to each were accepted, `[rounds, positions]`.
-
-    Returns:
-        `[positions]`, from 1/8 to 8; 1 for a position that no round has.
+    information, and its own error on fresh rounds is larger. A position that no round has gets 1.
     """
     fitted = np.ones(logits.shape[1])
     before = np.ones(len(logits))

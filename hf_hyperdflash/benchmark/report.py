@@ -81,12 +81,7 @@ _DETAIL_COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def write_report(results: Path, output: Path) -> None:
-    """Write `report.md`, `summary.csv` and the pictures of [`figures`] into the folder `output`, new or not.
-
-    Raises:
-        ValueError: If the file is no benchmark's (see [`load`]) or nothing in it can be compared.
-        ImportError: If matplotlib is not installed. Nothing is written then.
-    """
+    """Write `report.md`, `summary.csv` and the pictures of [`figures`] into the folder `output`, new or not."""
     loaded = load(results)
     rows, pooled = summarize(loaded), pool(loaded)
     pictures = {
@@ -121,7 +116,13 @@ def markdown(results: Results, rows: Sequence[Row], pooled: Sequence[Row]) -> st
     """Return the report's text from the results of [`load`], [`summarize`] and [`pool`]."""
     parts, ahead = ["# Benchmark", _settings(results.runs), _left_out(results)], leads(results)
     for mode, mode_rows in grouped(rows, "mode").items():
-        parts += [f"## {MODES.get(mode, mode)}", _MAIN.format(_counts(mode_rows)), _main_table(mode_rows)]
+        groups: dict[str, list[str]] = {}
+        for suite in suites_in_order(mode_rows):
+            counts = dict.fromkeys(str(row.generations) for row in mode_rows if row.suite == suite)
+            group = SUITES[suite].group if suite in SUITES else "Other"
+            groups.setdefault(group, []).append(f"{suite_title(suite)} ({' and '.join(counts)})")
+        told = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items())
+        parts += [f"## {MODES.get(mode, mode)}", _MAIN.format(told), _main_table(mode_rows)]
         body = [
             [
                 f"{lead.fastest} over {lead.method}",
@@ -167,15 +168,6 @@ def _left_out(results: Results) -> str:
             "writing at once?"
         )
     return " ".join(sentences)
-
-
-def _counts(rows: Sequence[Row]) -> str:
-    groups: dict[str, list[str]] = {}
-    for suite in suites_in_order(rows):
-        counts = dict.fromkeys(str(row.generations) for row in rows if row.suite == suite)
-        group = SUITES[suite].group if suite in SUITES else "Other"
-        groups.setdefault(group, []).append(f"{suite_title(suite)} ({' and '.join(counts)})")
-    return "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items())
 
 
 def _speedups(rows: Sequence[Row], suites: Sequence[str]) -> dict[str, list[Figures]]:
@@ -251,14 +243,7 @@ def _markdown(header: list[str], body: list[list[str]]) -> str:
 def measured(results: Path, method: str | None = None, folder: Path | None = None) -> Measured:
     """Return the figures of one method of a benchmark for a model card.
 
-    Args:
-        results: The benchmark's `results.jsonl`.
-        method: Its name in the tables; may be left out if there is only one.
-        folder: The folder of the card's drafter, to compare its weights; `None` to compare nothing.
-
-    Raises:
-        ValueError: If the file has no such method, or several and none is named, or another drafter was measured than
-            the one in `folder` (benchmarks of earlier releases do not say which).
+    With a `folder` its weights are compared with those that were measured (earlier releases do not say which).
     """
     loaded = load(results)
     methods = grouped(summarize(loaded), "method")
@@ -268,8 +253,15 @@ def measured(results: Path, method: str | None = None, folder: Path | None = Non
             "(`--method`)."
         )
     name, rows = next((name, rows) for name, rows in methods.items() if method in (None, name))
-    if folder is not None:
-        _check_weights(loaded.runs[-1], name, folder)
+    run = loaded.runs[-1]
+    recorded = run.get("weights_digest", {}).get(name)
+    if folder is not None and recorded and weight_files(folder):
+        drafter = load_drafter(folder, dtype=run["dtype"])
+        if not module_fingerprint(drafter).startswith(recorded):
+            raise ValueError(
+                f"The benchmark's {name} was run with other weights or another configuration than the drafter in "
+                f"{folder} has. Benchmark this drafter, or name the method that it is (`--method`)."
+            )
     tables, speedups = [], []
     for mode, mode_rows in grouped(rows, "mode").items():
         suites, body = suites_in_order(mode_rows), []
@@ -292,17 +284,6 @@ def measured(results: Path, method: str | None = None, folder: Path | None = Non
         [result for row in rows for result in _eval_results(row)],
         [speedup for speedup in speedups if speedup is not None],
     )
-
-
-def _check_weights(run: dict[str, Any], method: str, folder: Path) -> None:
-    recorded = run.get("weights_digest", {}).get(method)
-    if recorded and weight_files(folder):
-        drafter = load_drafter(folder, dtype=run["dtype"])
-        if not module_fingerprint(drafter).startswith(recorded):
-            raise ValueError(
-                f"The benchmark's {method} was run with other weights or another configuration than the drafter in "
-                f"{folder} has. Benchmark this drafter, or name the method that it is (`--method`)."
-            )
 
 
 def _card_settings(results: Results, rows: Sequence[Row]) -> str:
@@ -339,11 +320,7 @@ def _eval_results(row: Row) -> list[EvalResult]:
 
 
 def print_results(results: Path) -> None:
-    """Print a table of speedups and tau per mode and temperature, the best of each suite in bold.
-
-    Raises:
-        ValueError: If the file is no benchmark's or nothing in it can be compared.
-    """
+    """Print a table of speedups and tau per mode and temperature, the best of each suite in bold."""
     rows, console = summarize(load(results)), Console(highlight=False, markup=False)
     between = "\n" if console.width < _WIDE else " "  # tau below the speedup, or beside it
     for mode, mode_rows in grouped(rows, "mode").items():
@@ -363,11 +340,7 @@ def print_results(results: Path) -> None:
 
 
 def print_fastest(results: Path) -> None:
-    """Print which method was the fastest on each suite: what a sweep over the number of drafted tokens is for.
-
-    Raises:
-        ValueError: If the file is no benchmark's or nothing in it can be compared.
-    """
+    """Print which method was the fastest on each suite: what a sweep over the number of drafted tokens is for."""
     table = _terminal(*map(Column, ("Suite", "Mode", "Temperature", "Fastest", "Speedup", "tau")))
     for temperature_rows in grouped(summarize(load(results)), "mode", "temperature", "suite").values():
         best = max(temperature_rows, key=lambda row: row.speedup)
@@ -385,11 +358,7 @@ def _terminal(*columns: Column) -> Table:
 
 
 def write_calibration(calibration: Calibration, settings: dict[str, object], output: Path) -> None:
-    """Write `calibration.md`, `calibration.json` and `reliability.png` into the folder `output`, new or not.
-
-    Raises:
-        ImportError: If matplotlib is not installed. Nothing is written then.
-    """
+    """Write `calibration.md`, `calibration.json` and `reliability.png` into the folder `output`, new or not."""
     picture, (fitted, measured) = reliability_figure(calibration.through), calibration.rounds
     text = [
         "# Calibration of a drafter's confidence",
@@ -401,19 +370,23 @@ def write_calibration(calibration: Calibration, settings: dict[str, object], out
         _markdown(*_calibration_table(calibration, calibration.given)),
         "![Reliability](reliability.png)\n",
     ]
-    facts = {"settings": settings, "temperatures": calibration.temperatures, "rounds": calibration.rounds}
-    facts |= {name: [_facts(pair) for pair in getattr(calibration, name)] for name in ("through", "given")}
+    facts: dict[str, Any] = {
+        "settings": settings,
+        "temperatures": calibration.temperatures,
+        "rounds": calibration.rounds,
+    }
+    for name in ("through", "given"):
+        facts[name] = [
+            {
+                when: {**each._asdict(), "bins": [bin_._asdict() for bin_ in each.bins]}
+                for when, each in zip(("before", "after"), pair)
+            }
+            for pair in getattr(calibration, name)
+        ]
     output.mkdir(parents=True, exist_ok=True)
     (output / "calibration.md").write_text("\n\n".join(text), encoding="utf-8")
     (output / "calibration.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     picture.savefig(output / "reliability.png")
-
-
-def _facts(pair: BeforeAfter) -> dict[str, dict[str, object]]:
-    return {
-        when: {**result._asdict(), "bins": [bin_._asdict() for bin_ in result.bins]}
-        for when, result in zip(("before", "after"), pair)
-    }
 
 
 def _calibration_table(

@@ -52,9 +52,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the settings and generations of a results file, each with its line number.
 
     An incomplete last line is skipped.
-
-    Raises:
-        ValueError: If another line is no JSON object or lacks a figure, or the file does not begin with the settings.
     """
     lines, begun = path.read_bytes().split(b"\n"), False
     for number, text in enumerate(lines, start=1):
@@ -130,11 +127,7 @@ class Results:
 
 
 def load(path: Path) -> Results:
-    """Read a results file.
-
-    Raises:
-        ValueError: As [`read_lines`] does, or if there are no settings.
-    """
+    """Read a results file."""
     runs, latest, count = [], {}, 0
     for _, line in read_lines(path):
         if "run" in line:
@@ -149,11 +142,7 @@ def load(path: Path) -> Results:
 
 
 def summarize(results: Results) -> list[Row]:
-    """Return one row per mode, temperature, suite and method, in the paper's order.
-
-    Raises:
-        ValueError: If there is no prompt that target-only and a method have both answered.
-    """
+    """Return one row per mode, temperature, suite and method, in the paper's order."""
     if not results.cells:
         raise ValueError(
             f"None of the {len(results.generations)} generations can be compared: expected a prompt with a line of "
@@ -167,11 +156,7 @@ def summarize(results: Results) -> list[Row]:
 
 
 def pool(results: Results) -> list[Row]:
-    """Return one row per mode, temperature and method, over all suites that every method has (suite `"all"`).
-
-    Raises:
-        ValueError: If there is no such suite.
-    """
+    """Return one row per mode, temperature and method, over all suites that every method has (suite `"all"`)."""
     complete = _complete(results.cells)
     if not complete:
         raise ValueError(f"No suite has every method of {results.methods}: run them on the same suites.")
@@ -298,9 +283,6 @@ def leads(results: Results) -> list[Lead]:
     prompts could have reversed the order. Prompts of each suite are redrawn (see [`~benchmark.intervals.draw`]), both
     turns of one together, the same for all methods. The seed of a training and the machine are not redrawn, so the
     intervals do not contain their effect.
-
-    Returns:
-        The leads; none for a mode and temperature where a suite has a single prompt.
     """
     found = []
     for (mode, temperature), suites in _complete(results.cells).items():

@@ -9,9 +9,8 @@ import platform
 import shlex
 import subprocess
 import sys
-import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -24,13 +23,12 @@ import transformers
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
-from ..decoding.request import check_tree_budget
-from ..decoding.stats import clock, exact_timing
+from ..decoding.stats import exact_timing
 from ..training.data.encoding import encode_prompts
 from ..training.features.fingerprint import module_fingerprint, short_fingerprint, target_fingerprint
 from ..training.features.locking import only_writer
+from ..training.trials import Local, run
 from ..version import __version__
 from .results import MODES, ROUND_FIELDS, TARGET_ONLY, Generation, Key, generation_key, read_lines
 from .suites import SUITES, load_suite
@@ -40,50 +38,9 @@ _VARIABLE_FACTS = ("date", "command")  # facts that may differ when a run is con
 _ELSEWHERE = "Choose another output folder (`--output`), or repeat the run as it was to continue it."
 
 
-@dataclass(frozen=True)
-class Method:
-    """A way to generate.
-
-    Attributes:
-        name: Its name in the report, for example `"HyperDFlash (6)"`.
-        drafter: The `assistant_model` of the call; `None` for the target alone.
-        num_draft_tokens: Tokens drafted one after the other per round, or `"auto"`; `None` for the drafter's own
-            number.
-        tree_budget: The most nodes of a draft tree, or `"auto"`; `None` for chains.
-        is_adaptive: Whether the drafter learns while it serves. No other method may use it then.
-
-    Raises:
-        ValueError: If the drafter cannot draft that many tokens, or no tree can have that many nodes.
-    """
-
-    name: str
-    drafter: Any = None
-    num_draft_tokens: int | str | None = None
-    tree_budget: int | str | None = None
-    is_adaptive: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_draft_tokens is not None:
-            self.drafter.check_num_draft_tokens(self.num_draft_tokens)
-        check_tree_budget(self.tree_budget)
-
-
 @dataclass
 class BenchmarkSettings:
-    """The settings of a run. A run continues an earlier one with equal settings.
-
-    Args:
-        suites: Names of suites, see [`load_suite`].
-        data: Folder with `<suite>.jsonl` files; `None` for the Hub.
-        modes: `"non-think"` and `"think-high"`, passed to the chat template.
-        temperatures: 0 is greedy; others sample from the whole distribution.
-        limit: Prompts of each suite; `None` for all.
-        max_new_tokens: Most new tokens per turn.
-        seed: Seed of sampling; every method starts each prompt from the same state.
-
-    Raises:
-        ValueError: If a field is out of range.
-    """
+    """The settings of a run. A run continues an earlier one with equal settings."""
 
     suites: list[str] = field(default_factory=lambda: list(SUITES))
     data: str | None = None
@@ -107,45 +64,27 @@ class BenchmarkSettings:
             raise ValueError(f"`max_new_tokens` is {self.max_new_tokens}, expected at least 3: less has no round.")
 
     def prompts(self) -> dict[str, list[list[str]]]:
-        """Load the prompts of each suite with [`load_suite`].
-
-        Raises:
-            ValueError: If one cannot be loaded.
-        """
+        """Load the prompts of each suite with [`load_suite`]."""
         return {name: load_suite(name, self.data, self.limit) for name in self.suites}
 
 
 def run_benchmark(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    methods: Sequence[Method],
+    methods: Sequence[Local],
     settings: BenchmarkSettings,
     results: str | os.PathLike[str],
 ) -> Path:
     """Generate from every prompt with every method and append a JSON line per generation.
 
-    Methods take turns prompt by prompt, so that drift of the machine affects all alike. The first one changes with the
-    prompt. The target alone is always among them. Greedy output is compared with the target's own. A killed run
-    continues if it is called again with the same weights, prompts, settings, versions and machine; a drafter that
-    learns then starts from its first weights. `report.write_report` makes tables of the file.
-
-    Args:
-        target: The target, bound if a method drafts.
-        tokenizer: Its tokenizer, with a chat template.
-        methods: At least one. Their names must differ. [`TARGET_ONLY`] is added.
-        settings: Suites, temperatures and limits.
-        results: The file to append to.
-
-    Returns:
-        The file.
-
-    Raises:
-        ValueError: If there is nothing to compare, the file holds another run's results or is being written by another
-            process, or suites cannot be loaded.
+    Methods take turns prompt by prompt, and at being the first. The target alone is always among them. Greedy output
+    is compared with the target's own. A killed run continues if it is called again with the same weights, prompts,
+    settings, versions and machine; a drafter that learns then starts from its first weights. `report.write_report`
+    makes tables of the file.
     """
     if not methods:
         raise ValueError("No method is given: expected at least one drafter to compare with the target alone.")
-    methods = [Method(TARGET_ONLY), *methods]
+    methods = [Local(target, name=TARGET_ONLY), *methods]
     names = [method.name for method in methods]
     if len(set(names)) < len(names):
         raise ValueError(
@@ -156,13 +95,12 @@ def run_benchmark(
     path.parent.mkdir(parents=True, exist_ok=True)
     turns_of_all = sum(len(turns) for prompts in suites.values() for turns in prompts)
     total = len(settings.modes) * len(settings.temperatures) * turns_of_all * len(methods)
-    with only_writer(path), ExitStack() as learning:
+    with only_writer(path), exact_timing(), ExitStack() as learning:
         done = _open_results(path, _run_facts(target, tokenizer, methods, settings, suites))
         if len(done) < total:
             first = {"role": "user", "content": next(iter(suites.values()))[0][0]}
-            ids = encode_prompts(tokenizer, [{"messages": [first]}])[0].to(target.device)
+            list(run(methods, encode_prompts(tokenizer, [{"messages": [first]}]), _WARM_UP_TOKENS))
             for method in methods:
-                generate_once(target, method, ids, 0.0, _WARM_UP_TOKENS)
                 if method.is_adaptive:
                     learning.enter_context(method.drafter.adapt(target))
         with path.open("a") as file, tqdm(total=total, initial=len(done), unit="text", desc="benchmark") as progress:
@@ -171,102 +109,79 @@ def run_benchmark(
             for mode, temperature, suite in product(settings.modes, settings.temperatures, suites):
                 for number, turns in enumerate(suites[suite]):
                     cell = {"suite": suite, "mode": mode, "temperature": temperature, "prompt": number}
-                    for record in _conversation(target, tokenizer, methods, settings, cell, turns, done, progress):
-                        file.write(json.dumps(record) + "\n")
+                    place = f"{suite} {number + 1} {mode} T={temperature:g}: "
+
+                    def announce(method: Local, place: str = place) -> None:
+                        progress.set_postfix_str(place + method.name)
+
+                    for line in _conversation(tokenizer, methods, settings, cell, turns, done, announce):
+                        file.write(json.dumps(line) + "\n")
                         file.flush()
                         progress.update()
     return path
 
 
 def _conversation(
-    target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    methods: Sequence[Method],
+    methods: Sequence[Local],
     settings: BenchmarkSettings,
     cell: dict[str, Any],
     turns: list[str],
     done: dict[Key, Generation],
-    progress: tqdm,
+    announce: Callable[[Local], object],
 ) -> Iterator[Generation]:
     """Yield the generations of one prompt that are not done yet, each as soon as the target's own text is known.
 
     Every method continues from the target's own earlier answers.
     """
     messages: list[dict[str, str]] = []
+    device = methods[0].target.device
     for turn, text in enumerate(turns):
         messages.append({"role": "user", "content": text})
-        ids = encode_prompts(tokenizer, [{"messages": messages}], thinking=cell["mode"] == "think-high")[0]
-        ids, turn_key = ids.to(target.device), {**cell, "turn": turn}
-        target_output = done.get(generation_key({**turn_key, "method": TARGET_ONLY}), {}).get("output_ids")
+        (ids,) = encode_prompts(tokenizer, [{"messages": messages}], thinking=cell["mode"] == "think-high")
+        key = {**cell, "turn": turn}
+        target_output = done.get(generation_key({**key, "method": TARGET_ONLY}), {}).get("output_ids")
+        first = (cell["prompt"] + turn) % len(methods)
+        missing = [
+            method
+            for method in [*methods[first:], *methods[:first]]
+            if generation_key({**key, "method": method.name}) not in done
+        ]
+        seed = zlib.crc32(f"{settings.seed},{sorted(key.items())}".encode())
         pending: list[tuple[Generation, list[int]]] = []
-        shift = (cell["prompt"] + turn) % len(methods)
-        for method in [*methods[shift:], *methods[:shift]]:
-            record = {**turn_key, "method": method.name}
-            if generation_key(record) in done:
-                continue
-            progress.set_postfix_str(
-                f"{cell['suite']} {cell['prompt'] + 1} {cell['mode']} T={cell['temperature']:g}: {method.name}"
-            )
-            torch.manual_seed(zlib.crc32(f"{settings.seed},{sorted(turn_key.items())}".encode()))
-            figures, output = generate_once(target, method, ids, cell["temperature"], settings.max_new_tokens)
-            pending.append(({**record, **figures}, output))
-            target_output = output if method.name == TARGET_ONLY else target_output
+        _reset_peak_memory(device)
+        trials = run(
+            missing, [ids] if missing else [], settings.max_new_tokens, temperature=cell["temperature"], seed=seed,
+            announce=announce,
+        )  # fmt: skip
+        for _, index, record in trials:
+            name = missing[index].name
+            rounds = {name: None if record.stats is None else getattr(record.stats, name) for name in ROUND_FIELDS}
+            figures = {
+                "prompt_tokens": record.prompt_tokens,
+                "new_tokens": record.new_tokens,
+                "seconds": record.seconds,
+                "decode_seconds": record.seconds - record.first_seconds,
+                **rounds,
+                "peak_memory": _peak_memory(device),
+            }
+            pending.append(({**key, "method": name, **figures}, record.output))
+            target_output = record.output if name == TARGET_ONLY else target_output
             while pending and target_output is not None:
-                yield _with_comparison(*pending.pop(0), target_output)
+                yield _compared(*pending.pop(0), target_output)
+            _reset_peak_memory(device)
         answer = str(tokenizer.decode(target_output or [], skip_special_tokens=True))
         messages.append({"role": "assistant", "content": answer.rpartition("</think>")[2]})
 
 
-def _with_comparison(record: Generation, output: list[int], target_output: list[int]) -> Generation:
+def _compared(line: Generation, output: list[int], target_output: list[int]) -> Generation:
     """Add whether a greedy text equals the target's own, and the first difference; sampled texts may differ."""
-    is_target = record["method"] == TARGET_ONLY
-    same = None if is_target or record["temperature"] else output == target_output
+    if line["method"] == TARGET_ONLY:
+        return {**line, "identical": None, "first_difference": None, "output_ids": output}
+    if line["temperature"] or output == target_output:
+        return {**line, "identical": None if line["temperature"] else True, "first_difference": None}
     parted = (i for i, (a, b) in enumerate(zip(output, target_output)) if a != b)
-    first = next(parted, min(len(output), len(target_output))) if same is False else None
-    return {**record, "identical": same, "first_difference": first, **({"output_ids": output} if is_target else {})}
-
-
-class _Clock(BaseStreamer):
-    """Records the times of the prompt and of each new token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-def generate_once(
-    target: PreTrainedModel, method: Method, ids: torch.Tensor, temperature: float, max_new_tokens: int
-) -> tuple[Generation, list[int]]:
-    """Generate once, and return its figures and its new tokens."""
-    streamer, drafter = _Clock(), method.drafter
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "streamer": streamer}
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-    if drafter is not None:
-        options["assistant_model"] = drafter
-        options["num_assistant_tokens"] = method.num_draft_tokens or drafter.num_draft_tokens
-        options["tree_budget"] = method.tree_budget
-    _reset_peak_memory(target.device)
-    with exact_timing():
-        now = clock(target.device)
-        began = now()
-        output = target.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]
-        ended = now()
-    new = output[0, ids.shape[1] :].tolist()
-    figures = {
-        "prompt_tokens": ids.shape[1],
-        "new_tokens": len(new),
-        "seconds": ended - began,
-        "decode_seconds": ended - streamer.times[1],
-        **{name: None if drafter is None else getattr(drafter.last_stats, name) for name in ROUND_FIELDS},
-        "peak_memory": _peak_memory(target.device),
-    }
-    return figures, new
+    return {**line, "identical": False, "first_difference": next(parted, min(len(output), len(target_output)))}
 
 
 # Peak memory: the allocator's on an accelerator, the resident set's on Linux
@@ -297,25 +212,45 @@ def _peak_memory(device: torch.device) -> int | None:
 def _run_facts(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    methods: Sequence[Method],
+    methods: Sequence[Local],
     settings: BenchmarkSettings,
     suites: dict[str, list[list[str]]],
 ) -> dict[str, object]:
+    weights: dict[str, str | None] = {}
+    for method in methods:
+        drafter, weights[method.name] = method.drafter, None
+        if drafter is None:
+            weights[method.name] = short_fingerprint(target_fingerprint(target))
+        elif isinstance(drafter, nn.Module):
+            weights[method.name] = module_fingerprint(drafter)[:32]
+    # One digest over prompts and tokenizer: every turn's tokens as a first turn, and the chat template.
+    digest = hashlib.sha256(json.dumps([suites, tokenizer.chat_template]).encode())
+    for prompts, mode in product(suites.values(), settings.modes):
+        conversations = [{"messages": [{"role": "user", "content": turn}]} for turns in prompts for turn in turns]
+        for ids in encode_prompts(tokenizer, conversations, thinking=mode == "think-high"):
+            digest.update(ids.numpy().tobytes())
     return {
         **environment(target),
         "methods": {method.name: _describe(method) for method in methods},
         **asdict(settings),
         "data": settings.data and Path(settings.data).name,
-        "weights_digest": {method.name: _weights_digest(target, method) for method in methods},
-        "prompts_digest": _prompts_digest(tokenizer, settings.modes, suites),
+        "weights_digest": weights,
+        "prompts_digest": digest.hexdigest()[:32],
+    }
+
+
+def started() -> dict[str, str]:
+    """Return the date and the command for a report."""
+    return {
+        "date": date.today().isoformat(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 
 def environment(target: PreTrainedModel) -> dict[str, object]:
     """Return the date, command, hardware and versions for a report, without this machine's folders."""
     return {
-        "date": date.today().isoformat(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        **started(),
         "commit": commit(),
         "hardware": hardware(target.device),
         "threads": torch.get_num_threads(),
@@ -330,25 +265,7 @@ def environment(target: PreTrainedModel) -> dict[str, object]:
     }
 
 
-def _weights_digest(target: PreTrainedModel, method: Method) -> str | None:
-    if method.drafter is None:
-        return short_fingerprint(target_fingerprint(target))
-    return module_fingerprint(method.drafter)[:32] if isinstance(method.drafter, nn.Module) else None
-
-
-def _prompts_digest(
-    tokenizer: PreTrainedTokenizerBase, modes: Sequence[str], suites: dict[str, list[list[str]]]
-) -> str:
-    """Return one digest over prompts and tokenizer: every turn's tokens as a first turn, and the chat template."""
-    digest = hashlib.sha256(json.dumps([suites, tokenizer.chat_template]).encode())
-    for prompts, mode in product(suites.values(), modes):
-        conversations = [{"messages": [{"role": "user", "content": turn}]} for turns in prompts for turn in turns]
-        for ids in encode_prompts(tokenizer, conversations, thinking=mode == "think-high"):
-            digest.update(ids.numpy().tobytes())
-    return digest.hexdigest()[:32]
-
-
-def _describe(method: Method) -> str:
+def _describe(method: Local) -> str:
     if method.drafter is None:
         return "one token per forward"
     drafter, facts = method.drafter, [type(method.drafter).__name__]

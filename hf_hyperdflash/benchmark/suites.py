@@ -67,17 +67,7 @@ def in_order(names: Iterable[str], known: Iterable[str]) -> list[str]:
 
 
 def load_suite(name: str, folder: str | Path | None = None, limit: int | None = None) -> list[list[str]]:
-    """Load the first prompts of a suite, each a list of user turns.
-
-    Args:
-        name: One of [`SUITES`], or the name of any file in `folder` without `.jsonl`.
-        folder: Where `<name>.jsonl` lies, one `{"turns": [...]}` a line; `None` for the Hub.
-        limit: How many prompts; `None` for all.
-
-    Raises:
-        ValueError: If there is no such suite or file, a line has no turns (with its number), or the Hub cannot be
-            reached.
-    """
+    """Load the first prompts of a suite from `<name>.jsonl` in a folder or from the Hub, each a list of turns."""
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` is {limit}, expected at least 1, or None for all prompts.")
     prompts = _from_folder(name, Path(folder), limit) if folder else _from_hub(name, limit)
@@ -91,11 +81,7 @@ def load_suite(name: str, folder: str | Path | None = None, limit: int | None = 
 
 
 def suites_in(folder: str | Path) -> list[str]:
-    """Return the names of the suites in a folder, `<name>.jsonl` each: the paper's in its order, then others.
-
-    Raises:
-        ValueError: If there is no such folder or no suite in it.
-    """
+    """Return the names of the suites in a folder, `<name>.jsonl` each: the paper's in its order, then others."""
     names = _names_in(Path(folder))
     if not names:
         raise ValueError(f"No suites in {folder}: expected files <suite>.jsonl, for example gsm8k.jsonl.")

@@ -7,9 +7,8 @@ import functools
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer import Option
@@ -22,10 +21,7 @@ if TYPE_CHECKING:
 
     from ..benchmark.runner import BenchmarkSettings
     from ..drafters.base import Drafter
-
-# Tokens that are drafted one after the other, nodes of a tree, and whether the drafter learns meanwhile.
-Shape = tuple[int | str, int | str | None, bool]
-Compared = tuple[str, "Drafter", Sequence[Shape]]  # a drafter's name, the drafter, and its shapes
+    from ..training.trials import Local
 
 
 @with_session
@@ -81,7 +77,7 @@ def doctor(
     from ..benchmark.doctor.examine import PROMPTS, examine
 
     if endpoint is not None:
-        from ..benchmark.served.examine_server import examine_server
+        from ..benchmark.server_comparison import examine_server
 
         served = examine_server(
             model, loaded[drafter], tokenizer, endpoint, model=served_model,
@@ -150,34 +146,38 @@ def benchmark(
     """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
     if endpoint is not None:
         ours = {"--drafter": drafter, "--mtp": mtp, "--prompt-lookup": prompt_lookup, "--mode": mode}
-        _measure_server(
-            endpoint, session.target, output, ours, suite, data, temperature, concurrency, limit, max_new_tokens, seed
-        )
+        for option, value in ours.items():
+            if value:
+                raise ValueError(f"`{option}` is {value}, but a server at `--endpoint` has its own: leave one out.")
+        check_writable(output)
+        from ..benchmark.server import Server, run_endpoint
+
+        server = Server(endpoint, session.target, seed)
+        settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
+        run_endpoint(server, settings, concurrency or [1], output)
+        print((output / "endpoint.md").read_text(encoding="utf-8"))
         return
     if concurrency:
         raise ValueError(f"`--concurrency` is {concurrency}, but only servers are asked so: add `--endpoint`.")
     named = _parse_drafters(drafter, mtp or prompt_lookup)
-    use_cache_if_offline(session.target, *(path for *_, path in named), data or "suites")
-    settings = _make_settings(session.target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
-    requested = [(path, count) for _, count, *_, path in named] + [(session.target, None)] * bool(mtp)
+    use_cache_if_offline(session.target, *(each.path for each in named), data or "suites")
+    _prepare(session.target, output)
+    settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
+    requested = [(each.path, each.drafts) for each in named] + [(session.target, None)] * bool(mtp)
     model, tokenizer, loaded = _load_all(settings, session, requested)
     from ..drafters.without_weights.prompt_lookup import PromptLookupDrafter
     from ..hub.kinds import title
 
-    compared: list[Compared] = []
+    methods = []
     if mtp:
-        target_drafter = loaded[session.target]
-        compared.append(
-            (
-                title(target_drafter.config),
-                target_drafter,
-                _chain_shapes([target_drafter.check_num_draft_tokens(count) for count in mtp]),
-            )
-        )
-    compared.append(("Prompt lookup", PromptLookupDrafter(model), _chain_shapes(prompt_lookup or ())))
-    for name, assistant, count, nodes, learns in _bind_all(model, named, loaded):
-        compared.append((name, assistant, [(count or assistant.num_draft_tokens, nodes, learns)]))
-    _run(model, tokenizer, compared, settings, output)
+        own = loaded[session.target]
+        methods += [_method(model, title(own.config), own, count) for count in mtp]
+    methods += [_method(model, "Prompt lookup", PromptLookupDrafter(model), count) for count in prompt_lookup or ()]
+    for each in named:
+        name, assistant = _bound(each, model, loaded)
+        count = each.drafts or assistant.num_draft_tokens
+        methods.append(_method(model, name, assistant, count, each.nodes, each.learns))
+    _run(model, tokenizer, methods, settings, output)
 
 
 @with_session
@@ -200,31 +200,41 @@ def sweep(
     """Find the number of drafted tokens per round that is fastest on each suite. The target's own drafter (MTP or
     DSpark) is found where the target is: `--drafter TARGET`."""
     named = _parse_drafters(drafter)
-    use_cache_if_offline(session.target, *(path for *_, path in named), data or "suites")
-    settings = _make_settings(session.target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
-    for name, _, _, learns, path in named:
-        if learns:
+    use_cache_if_offline(session.target, *(each.path for each in named), data or "suites")
+    _prepare(session.target, output)
+    settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
+    for each in named:
+        if each.learns:
             raise ValueError(
-                f"`--drafter` has {name or path} (adaptive), but what learns cannot be swept: leave it out."
+                f"`--drafter` has {each.name or each.path} (adaptive), but what learns cannot be swept: leave it out."
             )
-    requested = [(path, max(num_draft_tokens or (), default=count)) for _, count, *_, path in named]
+    requested = [(each.path, max(num_draft_tokens or (), default=each.drafts)) for each in named]
     model, tokenizer, loaded = _load_all(settings, session, requested)
-    compared: list[Compared] = []
-    for name, assistant, _, nodes, _ in _bind_all(model, named, loaded):
+    methods = []
+    for each in named:
+        name, assistant = _bound(each, model, loaded)
         counts = num_draft_tokens or range(1, 1 + (assistant.max_draft_tokens or 6))
-        compared.append((name, assistant, [(assistant.check_num_draft_tokens(k), nodes, False) for k in counts]))
-    results = _run(model, tokenizer, compared, settings, output)
+        methods += [_method(model, name, assistant, count, each.nodes) for count in counts]
+    results = _run(model, tokenizer, methods, settings, output)
     from ..benchmark.report import print_fastest
 
     print_fastest(results)
 
 
-Named = tuple[str | None, int | str | None, int | str | None, bool, str]
+class Named(NamedTuple):
+    """A drafter as `--drafter "NAME (COUNT, NODES nodes, adaptive)=PATH"` asks for it."""
+
+    name: str | None
+    drafts: int | str | None
+    nodes: int | str | None
+    learns: bool
+    path: str
+
+
 _NUMBERS = r"([^()]*?)\s*(?:\((auto|[0-9]+)(?:, (auto|[0-9]+) nodes)?(, adaptive)?\))?"
 
 
 def _parse_drafters(drafters: list[str] | None, others: Any = None) -> list[Named]:
-    """Parse each `NAME (COUNT, NODES nodes, adaptive)=PATH` into name, count, nodes, adaptive and path."""
     if not drafters and not others:
         raise ValueError("No method is given: expected --drafter, or another one that --help lists, to compare with.")
     named = []
@@ -241,28 +251,28 @@ def _parse_drafters(drafters: list[str] | None, others: Any = None) -> list[Name
             raise ValueError(f"`--drafter` is {option!r}, but prompt lookup has no weights that could learn.")
         if isinstance(nodes, int) and nodes > options.MOST_NODES:
             raise ValueError(f"`--drafter` is {option!r}, expected at most {options.MOST_NODES} nodes, or auto.")
-        named.append((matched[1] or None, count, nodes, bool(matched[4]), path))
+        named.append(Named(matched[1] or None, count, nodes, bool(matched[4]), path))
     return named
 
 
-def _make_settings(
-    target: str,
-    output: Path,
-    suite: list[str] | None,
-    data: Path | None,
-    mode: list[str] | None,
-    temperature: list[float] | None,
-    *rest: Any,
-) -> BenchmarkSettings:
-    """Announce the run, and return its settings."""
+def _prepare(target: str, output: Path) -> None:
+    """Announce the run. What a report cannot be written without is missed before models are loaded."""
     check_writable(output)
     announce("target", target)
     from ..benchmark.figures import import_matplotlib
-    from ..benchmark.runner import BenchmarkSettings
 
-    import_matplotlib()  # for the report
+    import_matplotlib()
+
+
+def _settings(
+    suite: list[str] | None, data: Path | None, mode: list[str] | None, temperature: list[float] | None, *rest: Any
+) -> BenchmarkSettings:
+    from ..benchmark.runner import BenchmarkSettings
+    from ..benchmark.suites import SUITES, suites_in
+
+    suites = suite or (list(SUITES) if data is None else suites_in(data))
     folder = None if data is None else str(data)
-    return BenchmarkSettings(_suites(suite, data), folder, mode or ["non-think"], temperature or [0.0], *rest)
+    return BenchmarkSettings(suites, folder, mode or ["non-think"], temperature or [0.0], *rest)
 
 
 def _load_all(
@@ -275,66 +285,35 @@ def _load_all(
     return session.load([path for path, _ in requested])
 
 
-def _suites(suite: list[str] | None, data: Path | None) -> list[str]:
-    from ..benchmark.suites import SUITES, suites_in
-
-    return suite or (list(SUITES) if data is None else suites_in(data))
-
-
-def _measure_server(
-    endpoint: str, target: str, output: Path, ours: dict[str, Any], suite: list[str] | None, data: Path | None,
-    temperature: list[float] | None, concurrency: list[int] | None, limit: int | None, max_new_tokens: int, seed: int,
-) -> None:  # fmt: skip
-    """Measure a server with the suites. It uses its own drafter."""
-    for option, value in ours.items():
-        if value:
-            raise ValueError(f"`{option}` is {value}, but a server at `--endpoint` has its own: leave one out.")
-    check_writable(output)
-    from ..benchmark.served.endpoint import EndpointSettings, run_endpoint
-
-    folder = None if data is None else str(data)
-    settings = EndpointSettings(
-        endpoint, target, _suites(suite, data), folder, temperature or [0.0], concurrency or [1], limit,
-        max_new_tokens, seed,
-    )  # fmt: skip
-    run_endpoint(settings, output)
-    print((output / "endpoint.md").read_text(encoding="utf-8"))
-
-
-def _chain_shapes(counts: Sequence[int | str]) -> list[Shape]:
-    return [(count, None, False) for count in counts]
-
-
-def _bind_all(
-    model: PreTrainedModel, named: list[Named], loaded: dict[str, Drafter]
-) -> Iterator[tuple[str, Drafter, int | str | None, int | str | None, bool]]:
+def _bound(named: Named, model: PreTrainedModel, loaded: dict[str, Drafter]) -> tuple[str, Drafter]:
+    """Return a drafter that is bound, one that learns as a copy, and its name in the tables."""
     from ..hub.kinds import title
 
-    for name, count, nodes, learns, path in named:
-        drafter = copy.deepcopy(loaded[path]) if learns else loaded[path]
-        drafter.bind(model)
-        usual = "Prompt lookup" if path == options.PROMPT_LOOKUP else title(drafter.config)
-        yield name or usual, drafter, count and drafter.check_num_draft_tokens(count), nodes, learns
+    drafter = copy.deepcopy(loaded[named.path]) if named.learns else loaded[named.path]
+    drafter.bind(model)
+    usual = "Prompt lookup" if named.path == options.PROMPT_LOOKUP else title(drafter.config)
+    return named.name or usual, drafter
 
 
-def _method_name(name: str, count: int | str, nodes: int | str | None, learns: bool) -> str:
+def _method(
+    model: PreTrainedModel, name: str, drafter: Drafter, count: int | str, nodes: int | str | None = None,
+    learns: bool = False,
+) -> Local:  # fmt: skip
+    from ..training.trials import Local
+
     parts = [str(count), f"{nodes} nodes" if nodes else "", "adaptive" if learns else ""]
-    return f"{name} ({', '.join(filter(None, parts))})"
+    asked = {"num_assistant_tokens": count, "tree_budget": nodes}
+    return Local(model, drafter, asked, f"{name} ({', '.join(filter(None, parts))})", learns)
 
 
 def _run(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    compared: list[Compared],
-    settings: BenchmarkSettings,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, methods: list[Local], settings: BenchmarkSettings,
     output: Path,
-) -> Path:
+) -> Path:  # fmt: skip
+    """Run the methods, write the report, print the tables, and return the file of results."""
     from ..benchmark.report import print_results, write_report
-    from ..benchmark.runner import Method, run_benchmark
+    from ..benchmark.runner import run_benchmark
 
-    methods = [
-        Method(_method_name(name, *shape), drafter, *shape) for name, drafter, shapes in compared for shape in shapes
-    ]
     results = run_benchmark(model, tokenizer, methods, settings, output / "results.jsonl")
     write_report(results, output)
     print_results(results)

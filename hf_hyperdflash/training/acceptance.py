@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -14,10 +13,8 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..decoding.bind import bind, unbind
 from ..decoding.stats import SpeculationStats
-from ..targets.registry import is_bound
-from .runs.progress import progress_bar
+from .trials import Local, bound, run
 
 # Patterns of the metrics of generation and of the trainer's own evaluations.
 _GENERATION_METRICS = r"tau|mean_accepted_drafts|tokens_per_second|(conditional_)?acceptance_\d+"
@@ -58,17 +55,13 @@ def measure_acceptance(
         ValueError: If there is no prompt, or no prompt leads to a verification round.
     """
     _check_prompts(prompts, max_new_tokens)
-    total, seconds = SpeculationStats(), 0.0
     # Ranks generate in lockstep and none ends early: the forwards that `synced_gpus` would add are not needed.
-    kwargs = {"do_sample": False, "use_cache": True, "synced_gpus": False, **generate_kwargs}
-    kwargs["max_new_tokens"] = max_new_tokens
+    method = Local(target, drafter, {"use_cache": True, "synced_gpus": False, "streamer": None, **generate_kwargs})
+    total, seconds = SpeculationStats(), 0.0
     with bound(target), _in_eval_mode(target, drafter):
-        for prompt in progress_bar(prompts, desc="acceptance", unit="prompt", leave=False, disable=disable_tqdm):
-            ids = prompt.to(target.device)
-            began = _now(target.device)
-            cast(Any, target).generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **kwargs)
-            seconds += _now(target.device) - began
-            total += drafter.last_stats
+        for _, _, record in run([method], prompts, max_new_tokens, desc="acceptance", disable_tqdm=disable_tqdm):
+            total += cast(SpeculationStats, record.stats)
+            seconds += record.seconds
     if not total.rounds:
         raise ValueError(
             f"None of the {len(prompts)} prompts led to a verification round: the target ended every answer at its "
@@ -118,18 +111,6 @@ def check_metric(name: str | None, generates: bool) -> None:
 
 
 @contextmanager
-def bound(target: PreTrainedModel) -> Iterator[None]:
-    """Bind a target inside the `with`, if it is not bound."""
-    was_bound = is_bound(target)
-    bind(target)
-    try:
-        yield
-    finally:
-        if not was_bound:
-            unbind(target)
-
-
-@contextmanager
 def _in_eval_mode(*models: nn.Module) -> Iterator[None]:
     training = [module for model in models for module in model.modules() if module.training]
     for model in models:
@@ -139,12 +120,6 @@ def _in_eval_mode(*models: nn.Module) -> Iterator[None]:
     finally:
         for module in training:  # one by one: parts of a model may have been in eval mode before
             module.training = True
-
-
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
 
 
 @contextmanager

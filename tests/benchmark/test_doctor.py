@@ -11,18 +11,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments, load_drafter
+from hf_hyperdflash.benchmark.doctor import ablations, config_variants, diagnosis, fit
 from hf_hyperdflash.benchmark.doctor import examine as doctor
-from hf_hyperdflash.benchmark.doctor import fit
+from hf_hyperdflash.benchmark.doctor.config_variants import Comparison, Variant
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS, examine
-from hf_hyperdflash.benchmark.doctor.other_settings import Comparison, Setting
 from hf_hyperdflash.benchmark.doctor.recommended import Timed
 from hf_hyperdflash.benchmark.doctor.round_costs import MeasuredCosts
 from hf_hyperdflash.benchmark.intervals import Interval
-from hf_hyperdflash.benchmark.runner import generate_once
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.training.features.fingerprint import short_fingerprint, target_fingerprint
+from hf_hyperdflash.training.trials import Local
 from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import MODELS, tiny_drafter, tiny_target
@@ -60,8 +60,8 @@ def _what_takes_long_is_measured_once(request, monkeypatch):
     if "healthy" not in request.node.name:
         monkeypatch.setattr(doctor, "time_settings", lambda *_, **__: [TWICE])
         monkeypatch.setattr(doctor, "measure_round_costs", lambda *_, **__: CHEAP)
-        monkeypatch.setattr(doctor.LostAcceptance, "changes", lambda *_: iter(()))
-        monkeypatch.setattr(doctor, "_OTHER_LANGUAGES", ("1 + 1",))
+        monkeypatch.setattr(ablations, "changes", lambda *_: iter(()))
+        monkeypatch.setattr(ablations, "OTHER_LANGUAGES", ("1 + 1",))
 
 
 def problem(diagnosis, cause=None) -> str:
@@ -202,9 +202,9 @@ def compared(monkeypatch, target, drafter, tokenizer):
     """Diagnoses as if one other layer was so much ahead and brought `tau` tokens a round instead of 2."""
 
     def examined(ahead, tau):
-        other = Setting("`target_layer_ids` [6] instead of [-1]", tau, Interval(*ahead))
-        monkeypatch.setattr(doctor, "LEAST_PROMPTS", 2)
-        monkeypatch.setattr(doctor, "compare_settings", lambda *_, **__: Comparison(1400, 2.0, [other]))
+        other = Variant("`target_layer_ids` [6] instead of [-1]", tau, Interval(*ahead))
+        monkeypatch.setattr(diagnosis, "LEAST_PROMPTS", 2)
+        monkeypatch.setattr(config_variants, "compare_variants", lambda *_, **__: Comparison(1400, 2.0, [other]))
         return examine(target, drafter, tokenizer, **FEW)
 
     return examined
@@ -260,11 +260,13 @@ def test_few_prompts_are_quick(trained):
 def test_texts_are_shorter_where_the_time_is_short(trained, monkeypatch):
     asked = []
 
-    def generate(target, method, ids, temperature, new):
-        asked.append(new)
-        return generate_once(target, method, ids, temperature, new)
+    generate = Local.generate
 
-    monkeypatch.setattr(doctor, "generate_once", generate)
+    def counted(method, prompt, temperature, new):
+        asked.append(new)
+        return generate(method, prompt, temperature, new)
+
+    monkeypatch.setattr(Local, "generate", counted)
     said = []
     examine(*trained, prompts=PROMPTS[:3], seconds=1e-3, report=said.append)
     assert asked == [8, 8, 8, 32, 32, 32, 32]  # to warm up, to see how long it takes, and two prompts at least
@@ -342,18 +344,18 @@ def other_weights():
 def test_what_training_brings_back_to_a_tuned_target(drafter, tokenizer, caplog, monkeypatch):
     """Trained on half of the texts, measured on the others; the drafter stays as it is, and no copy of it is announced
     once more."""
-    teach, rounds, learned, measured = doctor.teach, doctor.LostAcceptance.rounds, [], []
+    teach, rounds, learned, measured = ablations.fine_tune_briefly, ablations.count_rounds, [], []
 
     def taught(target, drafter, texts, starts, seconds):
         learned.extend(text[0, :start].tolist() for text, start in zip(texts, starts))
         return teach(target, drafter, texts, starts, seconds)
 
-    def counted(self, prompts, drafter=None):
-        measured[:] = [(ids[0].tolist(), self._drafter) for ids in prompts]
-        return rounds(self, prompts, drafter)
+    def counted(target, drafter, prompts, *rest):
+        measured[:] = [(ids[0].tolist(), drafter) for ids in prompts]
+        return rounds(target, drafter, prompts, *rest)
 
-    monkeypatch.setattr(doctor, "teach", taught)
-    monkeypatch.setattr(doctor.LostAcceptance, "rounds", counted)
+    monkeypatch.setattr(ablations, "fine_tune_briefly", taught)
+    monkeypatch.setattr(ablations, "count_rounds", counted)
     drafter.config.target_name_or_path, before = "org/another-target", copy.deepcopy(drafter.state_dict())
     found = examine(other_weights(), drafter, tokenizer, **{**ENOUGH, "max_new_tokens": 16})
     (change,) = [change for change in found.changes if change.cause == "learning"]
@@ -372,7 +374,7 @@ def test_training_that_does_not_run_is_a_remark(drafter, tokenizer, monkeypatch,
     def fail(*_):
         raise RuntimeError(error)
 
-    monkeypatch.setattr(doctor, "teach", fail)
+    monkeypatch.setattr(ablations, "fine_tune_briefly", fail)
     found = examine(other_weights(), drafter, tokenizer, **ENOUGH)
     assert "Tried here" not in problem(found, "other weights") and not found.changes
     assert found.remarks == [f"What training would bring back was not tried: {said}"]
@@ -394,12 +396,11 @@ def test_a_quantized_target(target, drafter, tokenizer, monkeypatch):
     quantized.config.quantization_config = {"quant_method": "ours"}
     project = quantized.lm_head.forward
     monkeypatch.setattr(quantized.lm_head, "forward", lambda states: project(states) + 0.1 * states.shape[1])
-    found = fit.Diagnosis()
-    fit.check_widths(found, quantized, torch.arange(5, 40)[None])
-    assert "(ours)" in found.problems["quantization"] and "by up to 0.7" in found.problems["quantization"]
-    same = fit.Diagnosis()
-    fit.check_widths(same, target, torch.arange(5, 40)[None])
-    assert not same.problems and "of the 8 best tokens 0 change" in same.facts["forwards of other widths"]
+    text = torch.arange(5, 40)[None]
+    _, found = fit.check_widths(diagnosis.Examination(quantized, drafter, tokenizer, texts=[text]))
+    assert found[:2] == ("problem", "quantization") and "(ours)" in found.text and "by up to 0.7" in found.text
+    (same,) = fit.check_widths(diagnosis.Examination(target, drafter, tokenizer, texts=[text]))
+    assert same.kind == "fact" and "of the 8 best tokens 0 change" in same.text
 
 
 def test_a_tokenizer_with_other_ids(target, drafter, tokenizer):

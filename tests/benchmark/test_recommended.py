@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from hf_hyperdflash import DeepseekV4MTPDrafter
-from hf_hyperdflash.benchmark import runner
 from hf_hyperdflash.benchmark.doctor import recommended
 from hf_hyperdflash.benchmark.doctor.recommended import Timed, ranked, recommendation, time_settings
 from hf_hyperdflash.benchmark.intervals import Interval
+from hf_hyperdflash.training import trials
 
 from ..conftest import perfect, prompt, tiny_drafter, tiny_target
 from ..helpers.families import granite_hybrid, qwen3
@@ -41,7 +41,7 @@ def test_speeds_are_tokens_over_seconds(monkeypatch):
     drafter.bind(target)
     forwards = [0]
     target.model.register_forward_hook(lambda *_: forwards.__setitem__(0, forwards[0] + 1))
-    monkeypatch.setattr(runner, "clock", lambda device: lambda: forwards[0])
+    monkeypatch.setattr(trials, "clock", lambda device: lambda: forwards[0])
     tried = [{"num_assistant_tokens": 1}, {"num_assistant_tokens": 8}]
     monkeypatch.setattr(recommended, "_settings", lambda *_: tried)
     timed = time_settings(target, drafter, [ids, ids], max_new_tokens=37)

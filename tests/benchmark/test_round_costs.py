@@ -5,7 +5,7 @@ import torch
 
 from hf_hyperdflash import PromptLookupDrafter
 from hf_hyperdflash.benchmark.doctor import round_costs
-from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis, tables
+from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis, Examination, blame_costs, tables
 from hf_hyperdflash.benchmark.doctor.recommended import Timed
 from hf_hyperdflash.benchmark.doctor.round_costs import WIDTHS, MeasuredCosts, measure_round_costs
 from hf_hyperdflash.benchmark.intervals import Interval
@@ -61,7 +61,8 @@ def diagnosed(rounds, drafting, acceptance, speedup, **more):
     found = Diagnosis(
         tau=tau, acceptance=acceptance, drafts=drafts, speedup=Interval(speedup, 1, 2), costs=costs, **more
     )
-    found.blame_costs()
+    for finding in blame_costs(Examination(None, None, None, found=found)):
+        found.add(finding)
     return found
 
 

@@ -8,7 +8,8 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_hyperdflash import Eagle3Drafter, HyperDFlashDrafter, SpecBlockDrafter, capture_residual, load_drafter
-from hf_hyperdflash.benchmark.doctor.fit import Diagnosis, _check_mask_token
+from hf_hyperdflash.benchmark.doctor.diagnosis import Examination
+from hf_hyperdflash.benchmark.doctor.fit import check_mask_token
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import FORMATS, check_expressible
@@ -171,7 +172,6 @@ def test_no_other_layout_has_a_vector_of_its_own(qwen3, format):
     assert "\n" not in str(caught.value)
 
 
-def test_the_doctor_says_what_masks():
-    found = Diagnosis()
-    _check_mask_token(found, None, characters())
-    assert found.facts["mask token"] == "none, but a vector of the drafter's own" and not found.remarks
+def test_the_doctor_says_what_masks(qwen3):
+    found = list(check_mask_token(Examination(qwen3, own_vector(qwen3), characters())))
+    assert found == [("fact", "mask token", "none, but a vector of the drafter's own")]

@@ -8,7 +8,7 @@ import torch
 from transformers import CompileConfig
 
 from hf_hyperdflash import load_drafter
-from hf_hyperdflash.benchmark.doctor.other_settings import draft_every_round, other_settings
+from hf_hyperdflash.benchmark.doctor.config_variants import draft_every_round, variants
 from hf_hyperdflash.decoding.bind import bind, capture_residual, unbind
 from hf_hyperdflash.hub.descriptions import describe_block
 from hf_hyperdflash.hub.formats import export_dflash
@@ -145,7 +145,7 @@ def test_compiled_rounds_hand_them_out_too(target):
 
 def test_doctor_moves_the_other_layers(target):
     drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[EMBEDDINGS, 1])
-    settings = [drafter.config, *other_settings(drafter.config, target).values()]
+    settings = [drafter.config, *variants(drafter.config, target).values()]
     ids = [config.target_layer_ids for config in settings]
     assert [each for each in ids if each != ids[0]] == [[EMBEDDINGS, 0], [EMBEDDINGS, 2]]
     emitted, _ = draft_every_round(target, drafter, prompt(20), 10, settings)

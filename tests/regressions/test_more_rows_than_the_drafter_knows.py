@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, load_drafter
-from hf_hyperdflash.benchmark.doctor.other_settings import draft_every_round
+from hf_hyperdflash.benchmark.doctor.config_variants import draft_every_round
 from hf_hyperdflash.decoding import proposals
 from hf_hyperdflash.drafters.blocks.modeling_medusa import MedusaConfig, MedusaDrafter
 from hf_hyperdflash.drafters.deepseek_v4.configuration_mtp import DeepseekV4MTPConfig

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from hf_hyperdflash import Eagle3Drafter, HyperDFlashDrafter, SpecBlockDrafter, load_drafter
-from hf_hyperdflash.benchmark.doctor.other_settings import other_settings
+from hf_hyperdflash.benchmark.doctor.config_variants import variants
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.serving.sglang.config import SGLangConfig
@@ -257,9 +257,9 @@ def test_engines_are_told_the_part_or_refuse_it(target, tmp_path):
 def test_doctor_tries_all_of_a_head_where_a_file_names_a_part(target):
     """speculators wrote the factor of a target into drafters that it trained with all of a head (its issue 613)."""
     drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], rope_parameters=dict(PART))
-    tried = other_settings(drafter.config, target)
+    tried = variants(drafter.config, target)
     assert [1] == [c.rope_parameters["partial_rotary_factor"] for name, c in tried.items() if "rotary" in name]
-    assert not any("rotary" in name for name in other_settings(tiny_drafter(target, reducer="fc").config, target))
+    assert not any("rotary" in name for name in variants(tiny_drafter(target, reducer="fc").config, target))
 
 
 def test_a_multimodal_configurations_rope_is_taken_too(qwen3_5):

@@ -6,13 +6,13 @@ import json
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from hf_hyperdflash.benchmark.doctor.lost_acceptance import encode
-from hf_hyperdflash.benchmark.runner import Method, generate_once
+from hf_hyperdflash.benchmark.doctor.ablations import encode
 from hf_hyperdflash.hub.loading import load_tokenizer
 from hf_hyperdflash.training.data.answers import AnswerSettings, Conversation
 from hf_hyperdflash.training.data.encoding import encode_chat, encode_prompts
 from hf_hyperdflash.training.data.messages import to_messages
 from hf_hyperdflash.training.data.rows import prepare_dataset
+from hf_hyperdflash.training.trials import Local
 
 from ..helpers.tokenizers import trained
 
@@ -125,7 +125,7 @@ def test_prompts_have_the_text_of_every_message(pair, tmp_path):
     )  # fmt: skip
     target = Qwen3ForCausalLM(config).eval()
     prompt = encode_prompts(tokenizer, [{"messages": messages}])[0]
-    assert len(generate_once(target, Method("target-only"), prompt, 0.0, 3)[1]) == 3
+    assert len(Local(target).generate(prompt, 0.0, 3).output) == 3
 
 
 def test_the_end_of_an_answer_that_hit_a_limit_is_found(pair):

@@ -8,15 +8,16 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import load_drafter
-from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis
-from hf_hyperdflash.benchmark.doctor.fit import check_fit
+from hf_hyperdflash.benchmark.doctor.diagnosis import Examination
+from hf_hyperdflash.benchmark.doctor.fit import check_weights
 
-from ..conftest import MODELS, tiny_drafter
+from ..conftest import tiny_drafter
 from ..helpers import families
 from ..helpers.oracle_dflash import write_zlab
+from ..helpers.tokenizers import characters
 from ..helpers.unrolled import unrolled
 
 VOCABULARY, WIDTH = 64, 64
@@ -75,9 +76,8 @@ def test_a_table_that_was_never_trained_is_named(kind, name, how, target, tmp_pa
     (line,) = [line for line in warned(caplog) if name in line]
     assert str(tmp_path) in line and "vLLM" in line and "SGLang" in line and "\n" not in line
     assert torch.equal(loaded.state_dict()[name], tensors[name])  # it is used as it is
-    found = Diagnosis()
-    check_fit(found, target, loaded, AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4"))
-    assert any(name in problem for problem in found.problems.values())
+    (problem,) = check_weights(Examination(target, loaded, characters()))
+    assert problem.kind == "problem" and name in problem.text
 
 
 def test_norms_at_zero_are_named(target, tmp_path, caplog):

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from hf_hyperdflash import load_drafter, load_target, load_tokenizer
-from hf_hyperdflash.benchmark.served.endpoint import EndpointSettings, fetch, measure
-from hf_hyperdflash.benchmark.served.examine_server import examine_server
-from hf_hyperdflash.benchmark.served.served_counts import sglang_interval, sglang_rounds
+from hf_hyperdflash.benchmark.server import Server, fetch, measure, sglang_interval, sglang_rounds
+from hf_hyperdflash.benchmark.server_comparison import examine_server
 
 from ..conftest import prompt, tiny_drafter
 from ..helpers.served_drafters import DRAFTERS, gate_over_layers, llama, our_drafts, qwen3, stirred
@@ -126,9 +125,8 @@ def test_a_server_is_asked_what_it_drafted(tmp_path, dense_pair):
     prompts = [["What is 3 plus 4?", "And times 8?"], ["What is 12 times 8?"], ["Say hello."], ["Write a function."]]
     paths = dense_pair
     with listening(tmp_path / "server", *paths, "tiny") as root:
-        settings = EndpointSettings(root, "tiny", ["gsm8k"], max_new_tokens=60)
         before = sglang_rounds(fetch(f"{root}/metrics"), "tiny")
-        figures = measure(settings, prompts, 0.0, 2)
+        figures = measure(Server(root, "tiny"), prompts, 0.0, 2, 60)
         page = fetch(f"{root}/metrics")
     rounds, written = (now - then for now, then in zip(sglang_rounds(page, "tiny"), before))
     assert figures["tau_of"] == "run" and figures["rounds"] == rounds > 40

@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from ...decoding.request import AUTO
+from ...drafters.base import Drafter
 from ..intervals import Interval
 from .recommended import Timed, recommendation
 from .round_costs import MeasuredCosts
 
 LEAST_TAU = 1.2  # below it no hardware has a speedup
+LEAST_PROMPTS = 8  # below it nothing is changed: all of 8 prompts prefer a setting by chance once in 256 times
 _USUAL = 8  # drafts a round; more may be too many for any machine
 _DEAR = 2.2  # plain tokens that verifying them takes where the machine, or a mixture of experts, is to blame
 _SLOW = 1.1  # a speedup that is none
 _FEWER = 1.15  # a ratio of speeds at which another number of drafts is worth a word
 _MOST_PROBLEMS = 4  # in a verdict
 _OF_COSTS = {"verification", "draft count", "drafting"}  # causes that depend on the machine
+_LIMITS = {
+    "acceptance": "acceptance, as rounds are cheap: more of the drafts would have to be right",
+    "verification": "verification, as each further token of a forward costs",
+    "drafting": "drafting, which takes long beside the target",
+}
+
+
+class Finding(NamedTuple):
+    """One thing that a check found."""
+
+    kind: str  # "problem", "remark" (an observation that may matter) or "fact" (what was examined)
+    name: str  # a problem's cause in a word or two, or a fact's name
+    text: str  # what it is, and of a problem its fix
 
 
 class Change(NamedTuple):
-    """One thing was changed, and acceptance measured again on the same questions.
+    """One thing was changed, and acceptance measured again on the same questions."""
 
-    Attributes:
-        cause: What it would be if that made the difference.
-        name: The change, in words.
-        before: Tokens a round without it.
-        after: Tokens a round with it.
-        ratio: Of the two, with its interval over prompts.
-    """
-
-    cause: str
+    cause: str  # what it would be if that made the difference
     name: str
-    before: float
+    before: float  # tokens a round
     after: float
     ratio: Interval
 
@@ -44,40 +56,29 @@ class Change(NamedTuple):
 
 @dataclass
 class Diagnosis:
-    """The result of [`examine`].
-
-    Attributes:
-        problems: Each problem's cause in a word or two, and what it is and its fix in a sentence or two.
-        remarks: Other observations that may matter.
-        facts: Everything that was examined, as name and value.
-        tau: Tokens per verification round over the prompts; `None` if nothing could be generated.
-        differing: Greedy texts that are not the target's own.
-        acceptance: Of each draft position, the share of rounds that accepted it.
-        drafts: The number of drafts a round; `None` for "auto".
-        speedup: Measured with the drafter's own settings at temperature 0, prompts included.
-        costs: What rounds take; `None` if that was not measured.
-        expected: What "auto" expects of rounds with 0, 1, .. drafts, in rounds without the drafter; empty where it was
-            not timed.
-        changes: What was changed to find where acceptance is lost.
-        kinds: Tokens a round of each kind of prompt.
-        timed: Settings that were timed, fastest first, by temperature.
-        is_mixture: Whether the target is a mixture of experts.
-    """
+    """The result of [`examine`]."""
 
     problems: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     tau: float | None = None
-    differing: int | None = None
+    differing: int | None = None  # greedy texts that are not the target's own
     acceptance: list[float] = field(default_factory=list)
-    drafts: int | None = None
-    speedup: Interval | None = None
+    drafts: int | None = None  # a round; `None` for "auto"
+    speedup: Interval | None = None  # at temperature 0 with the drafter's own settings, prompts included
     costs: MeasuredCosts | None = None
-    expected: list[float] = field(default_factory=list)
+    expected: list[float] = field(default_factory=list)  # of rounds with 0, 1, .. drafts by "auto", in plain rounds
     changes: list[Change] = field(default_factory=list)
-    kinds: dict[str, float] = field(default_factory=dict)
-    timed: dict[float, list[Timed]] = field(default_factory=dict)
+    kinds: dict[str, float] = field(default_factory=dict)  # tokens a round of each kind of prompt
+    timed: dict[float, list[Timed]] = field(default_factory=dict)  # by temperature, fastest first
     is_mixture: bool = False
+
+    def add(self, finding: Finding) -> None:
+        """Add what a check found."""
+        if finding.kind == "remark":
+            self.remarks.append(finding.text)
+        else:
+            (self.problems if finding.kind == "problem" else self.facts)[finding.name] = finding.text
 
     def __str__(self) -> str:
         lines = [f"{name}: {value}" for name, value in self.facts.items()]
@@ -85,7 +86,22 @@ class Diagnosis:
 
     def verdict(self) -> list[str]:
         """Return at most ten lines: how many times as fast, what limits it, what to set."""
-        lines = [*self._speed(), *self._balance()]
+        lines, costs, count = [], self.costs, self.fixed_drafts
+        if self.speedup is not None:
+            x, low, high = self.speedup
+            drafts = "as many drafts" if self.drafts is None else counted(self.drafts, "draft")
+            lines.append(
+                f"{x:.2f} times as fast as the target alone ({low:.2f} to {high:.2f}), at temperature 0 with "
+                f"{drafts} a round{' as pay' * (self.drafts is None)}: {self.tau:.2f} tokens a round."
+            )
+        if costs is not None and self.tau is not None:
+            lines.append(
+                f"Verifying {counted(count + 1, 'token')} costs {costs.verifying(count):.1f} forwards on this "
+                f"machine, drafting {costs.asking(count):.1f}: you need {costs.break_even(count):.1f} tokens a round, "
+                f"and have {self.tau:.1f}."
+            )
+            if not self.is_wrong:
+                lines.append(f"What limits it: {_LIMITS[self.limit]}.")
         told = list(self.problems.items())[:_MOST_PROBLEMS]
         lines += [f"PROBLEM ({cause}): {text}" for cause, text in told]
         if more := len(self.problems) - len(told):
@@ -94,32 +110,25 @@ class Diagnosis:
         ends = "Problems found." if self.is_wrong else "The pair fits; its rounds cost too much here."
         return [*lines, ends if self.problems else "No problem found."]
 
+    def _advice(self) -> list[str]:
+        if self.is_wrong:
+            return ["First mend what is wrong. What to set comes out of a second examination."]
+        if self.timed:
+            return [f"Set, at temperature {t:g}: {recommendation(timed)}." for t, timed in self.timed.items()]
+        if self.costs is None or self.tau is None:
+            return []
+        count, gain = self.best_count()
+        speed = self.costs.speedup(count, self.acceptance) if self.acceptance else 0.0
+        if speed < 1:
+            return ["Set: no drafter, as it is."]
+        if self.drafts and gain >= 1.05 and count != self.drafts:
+            return [f"Set: `num_assistant_tokens={count}`, {gain:.2f} times as fast as {self.drafts} by these costs."]
+        return [f"Set: nothing, or `num_assistant_tokens={AUTO!r}`."]
+
     @property
     def is_wrong(self) -> bool:
         """Whether something is wrong with the pair itself, on whatever machine."""
         return not self.problems.keys() <= _OF_COSTS
-
-    def _speed(self) -> Iterator[str]:
-        if self.speedup is None:
-            return
-        x, low, high = self.speedup
-        count = "as many drafts a round as pay" if self.drafts is None else f"{_counted(self.drafts, 'draft')} a round"
-        yield (
-            f"{x:.2f} times as fast as the target alone ({low:.2f} to {high:.2f}), at temperature 0 with {count}: "
-            f"{self.tau:.2f} tokens a round."
-        )
-
-    def _balance(self) -> Iterator[str]:
-        costs, count = self.costs, self.fixed_drafts
-        if costs is None or self.tau is None:
-            return
-        needed = costs.break_even(count)
-        yield (
-            f"Verifying {_counted(count + 1, 'token')} costs {costs.verifying(count):.1f} forwards on this machine, "
-            f"drafting {costs.asking(count):.1f}: you need {needed:.1f} tokens a round, and have {self.tau:.1f}."
-        )
-        if not self.is_wrong:
-            yield f"What limits it: {_LIMITS[self.limit]}."
 
     @property
     def fixed_drafts(self) -> int:
@@ -144,72 +153,94 @@ class Diagnosis:
         now = self.costs.speedup(min(self.fixed_drafts, len(speeds)), self.acceptance)
         return 1 + speeds.index(max(speeds)), max(speeds) / now
 
-    def blame_costs(self) -> None:
-        """Name what makes rounds too dear, if something does."""
-        if self.costs is None or self.tau is None or self.speedup is None:
-            return
-        count, best = self.fixed_drafts, self.best_count()
-        verifying, asking = self.costs.verifying(count), self.costs.asking(count)
-        experts = " Each token of a mixture wakes more experts." if self.is_mixture else ""
-        fewer = f"set `num_assistant_tokens={best[0]}`" if best[0] < count else 'set `num_assistant_tokens="auto"`'
-        if self.timed:
-            fewer = "set what was timed below"
-        fastest = max([self.speedup.value, *(each.speedup.value for each in self.timed.get(0.0, [])[:1])])
-        is_dear = self.costs.verifying(min(count, _USUAL)) >= _DEAR
-        if is_dear or (fastest < _SLOW and count <= _USUAL and self.limit == "verification" and not self.problems):
-            self.problems["verification"] = (
-                f"Verifying {_counted(count + 1, 'token')} costs {verifying:.1f} forwards.{experts} Verify fewer: "
-                f"{fewer}, and draft no trees."
-            )
-        elif self.drafts and not self.problems and best[1] >= _FEWER and self._is_confirmed(best[0], count):
-            self.problems["draft count"] = (
-                f"{count} drafts a round are too many here: {best[0]} would be {best[1]:.2f} times as fast by these "
-                f"costs. The later ones are hardly accepted (the last in {100 * self.acceptance[-1]:.0f} % of rounds) "
-                f"and each is paid for: {fewer}."
-            )
-        if fastest < _SLOW and self.limit == "drafting" and not self.problems:
-            self.problems["drafting"] = (
-                f"Drafting costs {asking:.1f} forwards of the target, which is small beside its drafter: take a "
-                "drafter of fewer layers or passes, prompt lookup, or none."
-            )
 
-    def _is_confirmed(self, fewer: int, count: int) -> bool:
-        """Return whether what was timed does not contradict the costs."""
-        timed = {
-            each.settings["num_assistant_tokens"]: each for each in self.timed.get(0.0, []) if len(each.settings) == 1
-        }
-        near = [k for k in timed if isinstance(k, int) and k < count]
-        if count not in timed or not near:
-            return True
-        nearest = min(near, key=lambda k: abs(k - fewer))
-        return timed[nearest].speedup.value > 1.05 * timed[count].speedup.value
+@dataclass
+class Examination:
+    """A pair in examination: what is examined, and what earlier checks have found and generated."""
 
-    def _advice(self) -> Iterator[str]:
-        if self.is_wrong:
-            yield "First mend what is wrong. What to set comes out of a second examination."
-            return
-        for temperature, timed in self.timed.items():
-            yield f"Set, at temperature {temperature:g}: {recommendation(timed)}."
-        if self.timed or self.costs is None or self.tau is None:
-            return
-        count, gain = self.best_count()
-        speed = self.costs.speedup(count, self.acceptance) if self.acceptance else 0.0
-        if speed < 1:
-            yield "Set: no drafter, as it is."
-        elif self.drafts and gain >= 1.05 and count != self.drafts:
-            yield f"Set: `num_assistant_tokens={count}`, {gain:.2f} times as fast as {self.drafts} by these costs."
-        else:
-            yield f"Set: nothing, or `num_assistant_tokens={AUTO!r}`."
+    target: PreTrainedModel
+    drafter: Drafter
+    tokenizer: PreTrainedTokenizerBase
+    questions: Sequence[str] = ()
+    prompts: Sequence[torch.Tensor] = ()  # token ids of the questions, `[1, seq]` each
+    new_tokens: int = 64
+    fewest_new_tokens: int = 32  # where the time is short
+    context: int = 512
+    texts_at_once: int = 1
+    thinking: bool = False
+    compiled: bool = False
+    seconds: float = 300.0
+    began: float = field(default_factory=time.monotonic)
+    report: Callable[[str], object] | None = None
+    disable_tqdm: bool | None = True
+    found: Diagnosis = field(default_factory=Diagnosis)
+    texts: list[torch.Tensor] = field(default_factory=list)  # prompts with what the target wrote, `[1, seq]` each
+    # Tokens and rounds of each text with the drafter, `[prompts, 2]`.
+    rounds: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
+
+    def say(self, line: str) -> None:
+        """Report a step, with the seconds so far."""
+        if self.report:
+            self.report(f"[{time.monotonic() - self.began:.0f} s of about {self.seconds:.0f}] {line}")
+
+    def left(self) -> float:
+        """Return the seconds that are left, some at least."""
+        return max(self.seconds - (time.monotonic() - self.began), 0.05 * self.seconds)
+
+    @property
+    def is_thorough(self) -> bool:
+        """Whether there are enough prompts to change things and to time settings."""
+        return len(self.prompts) >= LEAST_PROMPTS
 
 
-_LIMITS = {
-    "acceptance": "acceptance, as rounds are cheap: more of the drafts would have to be right",
-    "verification": "verification, as each further token of a forward costs",
-    "drafting": "drafting, which takes long beside the target",
-}
+def blame_costs(examined: Examination) -> Iterator[Finding]:
+    """Name what makes rounds too dear, if something does."""
+    found, costs = examined.found, examined.found.costs
+    if costs is None or found.tau is None or found.speedup is None:
+        return
+    count, (best, gain) = found.fixed_drafts, found.best_count()
+    is_alone = not found.problems
+    experts = " Each token of a mixture wakes more experts." if found.is_mixture else ""
+    fewer = f"set `num_assistant_tokens={best}`" if best < count else 'set `num_assistant_tokens="auto"`'
+    if found.timed:
+        fewer = "set what was timed below"
+    fastest = max([found.speedup.value, *(each.speedup.value for each in found.timed.get(0.0, [])[:1])])
+    is_dear = costs.verifying(min(count, _USUAL)) >= _DEAR
+    if is_dear or (fastest < _SLOW and count <= _USUAL and found.limit == "verification" and is_alone):
+        yield Finding(
+            "problem", "verification",
+            f"Verifying {counted(count + 1, 'token')} costs {costs.verifying(count):.1f} forwards.{experts} Verify "
+            f"fewer: {fewer}, and draft no trees.",
+        )  # fmt: skip
+    elif found.drafts and is_alone and gain >= _FEWER and _is_confirmed(found, best, count):
+        yield Finding(
+            "problem", "draft count",
+            f"{count} drafts a round are too many here: {best} would be {gain:.2f} times as fast by these costs. The "
+            f"later ones are hardly accepted (the last in {100 * found.acceptance[-1]:.0f} % of rounds) and each is "
+            f"paid for: {fewer}.",
+        )  # fmt: skip
+    elif fastest < _SLOW and found.limit == "drafting" and is_alone:
+        yield Finding(
+            "problem", "drafting",
+            f"Drafting costs {costs.asking(count):.1f} forwards of the target, which is small beside its drafter: "
+            "take a drafter of fewer layers or passes, prompt lookup, or none.",
+        )  # fmt: skip
 
 
-def _counted(count: int, name: str) -> str:
+def _is_confirmed(found: Diagnosis, fewer: int, count: int) -> bool:
+    """Return whether what was timed does not contradict the costs."""
+    timed = {
+        each.settings["num_assistant_tokens"]: each for each in found.timed.get(0.0, []) if len(each.settings) == 1
+    }
+    near = [k for k in timed if isinstance(k, int) and k < count]
+    if count not in timed or not near:
+        return True
+    nearest = min(near, key=lambda k: abs(k - fewer))
+    return timed[nearest].speedup.value > 1.05 * timed[count].speedup.value
+
+
+def counted(count: int, name: str) -> str:
+    """Return a number of things in words."""
     return f"{count} {name}{'s' * (count != 1)}"
 
 

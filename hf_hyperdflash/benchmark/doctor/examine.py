@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,21 +13,14 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...decoding.bind import learned_stats
-from ...decoding.proposals import checked_pair
-from ...decoding.stats import SpeculationStats
+from ...decoding.stats import SpeculationStats, exact_timing
 from ...drafters.base import Drafter
-from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
-from ...drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ...targets.registry import is_drafter, target_of
-from ...training.acceptance import bound
-from ...training.runs.progress import progress_bar
-from ..runner import Method, generate_once
-from .diagnosis import LEAST_TAU, Diagnosis
-from .fit import check_fit, check_target_loss, check_widths
-from .lost_acceptance import LostAcceptance, compare, encode, report_changes, rounds_of, teach
-from .other_settings import LEAST_PROMPTS, Setting, cause_of, compare_settings, matters
+from ...training.trials import Local, bound, run
+from . import ablations, config_variants, fit
+from .diagnosis import LEAST_PROMPTS, LEAST_TAU, Diagnosis, Examination, Finding, blame_costs, counted
 from .recommended import TEMPERATURES, ranked, time_settings
-from .round_costs import measure_round_costs
+from .round_costs import MeasuredCosts, measure_round_costs
 
 PROMPTS = (
     "Write a Python function that adds two numbers.",
@@ -57,18 +50,154 @@ PROMPTS = (
 )
 _SUBJECTS = {"c": "code", "m": "mathematics", "t": "chat"}
 _KINDS = dict(zip(PROMPTS, map(_SUBJECTS.get, "cmcmtcmtcmcmtmctmctmctmc")))
-_OTHER_LANGUAGES = (
-    "Erkläre in zwei Sätzen, warum der Himmel blau ist.",
-    "Escribe una receta corta de tortitas.",
-    "Combien font 12 fois 7, et pourquoi ?",
-    "请用两句话介绍北京。",
-)
 _CONTEXT, _SHORT_CONTEXT = 512, 128  # tokens, where the user does not say how many; the second with few prompts
 _SECONDS = {"cpu": 300.0}  # that an examination may take, and on an accelerator:
 _SECONDS_ELSEWHERE = 120.0
 _NEW_TOKENS, _FEWEST_NEW_TOKENS = 64, 32  # of each prompt, and where the time is short
-_OTHER_WEIGHTS = {"other weights", "quantization"}  # causes that training may undo
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def check_generation(examined: Examination) -> Iterator[Finding]:
+    """Generate with and without the drafter: speed, losslessness and acceptance."""
+    found, target, drafter, prompts = examined.found, examined.target, examined.drafter, examined.prompts
+    methods = [Local(target), Local(target, drafter)]
+    least, share = (LEAST_PROMPTS, 0.17) if examined.is_thorough else (2, 0.5)
+    until = time.monotonic() + share * examined.left()
+    examined.say(f"generating from up to {len(prompts)} prompts with and without the drafter ...")
+    few = min(8, examined.new_tokens)
+    list(run(methods, prompts[:1], few))  # the first is slower than others
+    ((_, _, tried),) = run(methods[:1], prompts[:1], few)
+    affordable = int((until - time.monotonic()) / (2 * least * tried.seconds / tried.new_tokens))
+    if max(affordable, examined.fewest_new_tokens) < examined.new_tokens:
+        examined.new_tokens = max(affordable, examined.fewest_new_tokens)
+        examined.say(f"this takes long here: texts have {examined.new_tokens} tokens")
+    trials = run(
+        methods, prompts, examined.new_tokens, first=1, fewest=least, seconds=until - time.monotonic(),
+        desc="generating", disable_tqdm=examined.disable_tqdm,
+    )  # fmt: skip
+    records = {(number, index): record for number, index, record in trials}
+    total, found.differing, timed, rounds = SpeculationStats(), 0, [], []
+    kinds: dict[str, list[tuple[int, int]]] = {}
+    for number in range(len(records) // 2):
+        alone, drafted = records[number, 0], records[number, 1]
+        text = torch.cat([prompts[number], torch.tensor([alone.output])], dim=1)
+        examined.texts.append(text.to(target.device))
+        found.differing += alone.output != drafted.output
+        stats = cast(SpeculationStats, drafted.stats)
+        total += stats
+        rounds.append(ablations.rounds_of(stats))
+        kinds.setdefault(_KINDS.get(examined.questions[number]) or "others", []).append(rounds[-1])
+        timed.append([(each.new_tokens, each.seconds) for each in (alone, drafted)])
+    examined.rounds = np.array(rounds, dtype=float)
+    count = len(rounds)
+    yield Finding("fact", "losslessness", f"{count - found.differing} of {count} greedy texts are the target's own")
+    if found.differing:
+        yield Finding(
+            "remark", "",
+            f"{found.differing} greedy texts differ. In float32 that should not be; in lower precision it happens "
+            "where the target's two best tokens are equal to within rounding.",
+        )  # fmt: skip
+    if not total.rounds:
+        yield Finding(
+            "problem", "template",
+            "The target ends every answer at once: the chat template is not the one it was trained with.",
+        )  # fmt: skip
+        return
+    found.tau, found.acceptance = total.tau, total.acceptance
+    found.drafts = drafter.num_draft_tokens if isinstance(drafter.num_draft_tokens, int) else None
+    found.speedup = ranked([{}], np.array(timed, dtype=float))[0].speedup
+    found.kinds = {kind: sum(a for a, _ in of) / max(sum(b for _, b in of), 1) for kind, of in kinds.items()}
+    rates = ", ".join(f"{100 * rate:.0f}" for rate in total.acceptance)
+    yield Finding(
+        "fact", "acceptance",
+        f"tau {total.tau:.2f} over {count} prompts, {counted(total.rounds, 'round')}; drafts accepted at each "
+        f"position, %: {rates}",
+    )  # fmt: skip
+
+
+def check_costs(examined: Examination) -> Iterator[Finding]:
+    """Time rounds of several widths and drafting; compiled, too, if that is asked for."""
+    found, seconds = examined.found, 0.12 * examined.left()
+
+    def measure(**compiled: bool) -> MeasuredCosts:
+        return measure_round_costs(
+            examined.target, examined.drafter, examined.texts[0], context=examined.context,
+            texts=examined.texts_at_once, seconds=seconds, report=examined.say, **compiled,
+        )  # fmt: skip
+
+    found.costs = measure()
+    if examined.compiled:
+        try:
+            found.costs.compiled = measure(compiled=True)
+        except Exception as error:  # what a compiler may say is no fault of the pair's
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            yield Finding("remark", "", f"Compiled rounds could not be timed: {said:.200}")
+
+
+def judge_tau(examined: Examination) -> Iterator[Finding]:
+    """Whether hardly any draft is accepted, without a cause that is known by now."""
+    found, tau = examined.found, cast(float, examined.found.tau)
+    if tau >= LEAST_TAU:
+        return
+    if not hasattr(examined.drafter, "get_memory_footprint"):
+        yield Finding("remark", "", f"Hardly any draft is accepted (tau {tau:.2f}): texts repeat too little.")
+    elif not found.problems:
+        yield Finding(
+            "problem", "acceptance",
+            f"Hardly any draft is accepted (tau {tau:.2f}): the drafter is hardly trained, or was trained for another "
+            "target, chat template or tokenizer.",
+        )  # fmt: skip
+
+
+def recommend(examined: Examination) -> Iterator[Finding]:
+    """Time settings of `generate`, if nothing is wrong."""
+    found, target, drafter = examined.found, examined.target, examined.drafter
+    if not examined.is_thorough:
+        count = len(examined.prompts)
+        yield Finding(
+            "fact", "not tried",
+            f"other configurations and settings of `generate`: that takes {LEAST_PROMPTS} prompts, there "
+            f"{'is' if count == 1 else 'are'} {count}",
+        )  # fmt: skip
+        return
+    if found.problems:
+        return
+    for temperature, share in zip(TEMPERATURES, (0.6, 1.0)):
+        examined.say(f"timing settings of generate, temperature {temperature:g} ...")
+        found.timed[temperature] = time_settings(
+            target, drafter, examined.prompts, temperature=temperature, max_new_tokens=examined.new_tokens,
+            seconds=share * examined.left(), disable_tqdm=examined.disable_tqdm,
+        )  # fmt: skip
+        learned = learned_stats(target, drafter)
+        if learned is not None and learned.is_tried:
+            found.expected = learned.costs.predict(examined.context, len(found.acceptance))
+        text = "; ".join(map(str, found.timed[temperature]))
+        yield Finding("fact", f"timed, temperature {temperature:g}", text)
+
+
+# In this order. After a problem of one that is marked nothing else can be examined.
+Checks = tuple[tuple[Callable[[Examination], Iterator[Finding]], bool], ...]
+BEFORE_GENERATION: Checks = (
+    (fit.check_pair, True),
+    (fit.check_memory, False),
+    (fit.check_fingerprint, False),
+    (fit.check_weights, False),
+    (fit.check_vocabulary, True),
+    (fit.check_mask_token, False),
+    (fit.check_tokenizer, False),
+    (fit.check_target_loss, False),
+)
+OF_GENERATION: Checks = (
+    (check_generation, True),
+    (fit.check_widths, False),
+    (check_costs, False),
+    (config_variants.try_variants, False),
+    (ablations.change_one_thing, False),
+    (ablations.try_learning, False),
+    (judge_tau, False),
+    (recommend, False),
+    (blame_costs, False),
+)
 
 
 def examine(
@@ -77,13 +206,13 @@ def examine(
     tokenizer: PreTrainedTokenizerBase,
     *,
     prompts: Sequence[str] = PROMPTS,
-    max_new_tokens: int | None = None,
-    context: int | None = None,
-    texts: int = 1,
+    max_new_tokens: int | None = None,  # 64, and down to 32 where the time is short
+    context: int | None = None,  # tokens of the user's texts; 512, with fewer than 8 prompts 128
+    texts: int = 1,  # that the user generates at a time
     thinking: bool = False,
-    compiled: bool | None = None,
-    seconds: float | None = None,
-    began: float | None = None,
+    compiled: bool | None = None,  # whether compiled rounds are timed, too; on an accelerator
+    seconds: float | None = None,  # that it may take, about; 300 on a CPU, 120 elsewhere
+    began: float | None = None,  # when these began, by `time.monotonic()`; now
     disable_tqdm: bool | None = True,
     report: Callable[[str], object] | None = None,
 ) -> Diagnosis:
@@ -91,27 +220,8 @@ def examine(
 
     For HyperDFlash and DFlash drafters it tries what is easily misread in others' formats: every layer one lower and
     one higher, the other anchor convention, and other bases of RoPE. For every drafter it tries long texts, another
-    precision, the other thinking mode, no template, and settings of `generate`.
-
-    Args:
-        target: The target. It is bound meanwhile.
-        drafter: Its drafter, of any kind. Of one without weights, as prompt lookup is, there is less to look at.
-        tokenizer: The target's tokenizer.
-        prompts: Questions, asked as chat turns. With fewer than 8 nothing is changed and no settings are timed, which
-            is quick.
-        max_new_tokens: Most tokens generated from each; 64 by default, and down to 32 where the time is short.
-        context: Tokens of the user's texts, for what rounds cost and whether acceptance falls; by default 512, with
-            fewer than 8 prompts 128.
-        texts: That the user generates at a time, for what rounds cost.
-        thinking: Whether the target is asked to think.
-        compiled: Whether rounds over a static cache, compiled, are timed, too; by default on an accelerator.
-        seconds: That it may take, about; by default 300 on a CPU, and 120 elsewhere. Fewer prompts are used then.
-        began: When these seconds began, by `time.monotonic()`: before the models were loaded, say; now by default.
-        disable_tqdm: `False` for a progress bar on stderr, `None` for one on a terminal and lines elsewhere.
-        report: Called with a line for each step.
-
-    Raises:
-        ValueError: If there is no prompt, drafter or tokenizer is not one, or the target has no room for `context`.
+    precision, the other thinking mode, no template, and settings of `generate`. With fewer than 8 prompts nothing is
+    changed and no settings are timed, which is quick.
     """
     if not prompts:
         raise ValueError("`prompts` is empty: expected at least one question.")
@@ -132,260 +242,28 @@ def examine(
     if compiled is None:
         compiled = target.device.type not in ("cpu", "mps")
     context = context or max(min(_CONTEXT if len(prompts) >= LEAST_PROMPTS else _SHORT_CONTEXT, room // 2), 1)
-    time_left = seconds, time.monotonic() if began is None else began
-    examination = _Examination(target, drafter, tokenizer, max_new_tokens, context, *time_left, disable_tqdm, report)
-    return examination.run(prompts, texts, thinking, compiled)
+    examined = Examination(
+        target, drafter, tokenizer, prompts, ablations.encode(tokenizer, [[prompt] for prompt in prompts], thinking),
+        new_tokens=max_new_tokens or _NEW_TOKENS,
+        fewest_new_tokens=max_new_tokens or _FEWEST_NEW_TOKENS, context=context, texts_at_once=texts,
+        thinking=thinking, compiled=compiled, seconds=seconds, began=time.monotonic() if began is None else began,
+        disable_tqdm=disable_tqdm, report=report,
+    )  # fmt: skip
+    found, config = examined.found, target_of(target).config
+    found.is_mixture = any(getattr(config, name, None) for name in _EXPERTS)
+    found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    with exact_timing():
+        if _passes(examined, BEFORE_GENERATION):
+            with bound(target):
+                _passes(examined, OF_GENERATION)
+    return found
 
 
-class _Examination:
-    """The steps of [`examine`], each with its share of the time."""
-
-    def __init__(
-        self, target: PreTrainedModel, drafter: Drafter, tokenizer: PreTrainedTokenizerBase,
-        max_new_tokens: int | None, context: int, seconds: float, began: float, disable_tqdm: bool | None,
-        report: Callable[[str], object] | None,
-    ) -> None:  # fmt: skip
-        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
-        self.new, self._least_new = max_new_tokens or _NEW_TOKENS, max_new_tokens or _FEWEST_NEW_TOKENS
-        self.context, self.seconds, self.disable_tqdm = context, seconds, disable_tqdm
-        self._report, self._began = report, began
-        self.found = Diagnosis()
-        config = target_of(target).config
-        self.found.is_mixture = any(getattr(config, name, None) for name in _EXPERTS)
-
-    def say(self, line: str) -> None:
-        """Report a step, with the seconds so far."""
-        if self._report:
-            self._report(f"[{time.monotonic() - self._began:.0f} s of about {self.seconds:.0f}] {line}")
-
-    def _left(self) -> float:
-        """Return the seconds that are left, some at least."""
-        return max(self.seconds - (time.monotonic() - self._began), 0.05 * self.seconds)
-
-    def run(self, prompts: Sequence[str], texts: int, thinking: bool, compiled: bool) -> Diagnosis:
-        found, target, drafter = self.found, self.target, self.drafter
-        found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
-        try:
-            checked_pair(target_of(target), drafter)
-        except ValueError as error:
-            found.problems["fit"] = str(error)
-            return found
-        if not check_fit(found, target, drafter, self.tokenizer):
-            return found
-        ids = encode(self.tokenizer, [[prompt] for prompt in prompts], thinking)
-        check_target_loss(found, target, ids[:LEAST_PROMPTS])
-        with bound(target):
-            generated, counted = self._generate(ids, prompts)
-            if found.tau is None:
-                return found
-            check_widths(found, target, generated[0])
-            self._measure_costs(generated[0], texts, compiled)
-            enough = len(prompts) >= LEAST_PROMPTS
-            if enough:
-                self._find_losses(prompts, ids, generated, counted, thinking)
-            else:
-                found.facts["not tried"] = (
-                    f"other configurations and settings of `generate`: that takes {LEAST_PROMPTS} prompts, there "
-                    f"{'is' if len(ids) == 1 else 'are'} {len(ids)}"
-                )
-            self._judge_tau()
-            if not found.problems and enough:
-                self._time_settings(ids)
-        found.blame_costs()
-        return found
-
-    def _generate(
-        self, prompts: Sequence[torch.Tensor], questions: Sequence[str]
-    ) -> tuple[list[torch.Tensor], np.ndarray]:
-        """Generate with and without the drafter: speed, losslessness and acceptance.
-
-        Returns:
-            The target's own texts, and tokens and rounds of each, `[prompts, 2]`.
-        """
-        found, target = self.found, self.target
-        methods = [Method("alone"), Method("drafted", self.drafter)]
-        least, share = (LEAST_PROMPTS, 0.17) if len(prompts) >= LEAST_PROMPTS else (2, 0.5)
-        until = time.monotonic() + share * self._left()
-        self.say(f"generating from up to {len(prompts)} prompts with and without the drafter ...")
-        first = prompts[0].to(target.device)
-        for method in methods:  # the first is slower than others
-            generate_once(target, method, first, 0.0, min(8, self.new))
-        tried: dict[str, Any] = generate_once(target, methods[0], first, 0.0, min(8, self.new))[0]
-        affordable = int((until - time.monotonic()) / (2 * least * tried["seconds"] / tried["new_tokens"]))
-        if max(affordable, self._least_new) < self.new:
-            self.new = max(affordable, self._least_new)
-            self.say(f"this takes long here: texts have {self.new} tokens")
-        total, differing, texts, timed, counted = SpeculationStats(), 0, [], [], []
-        by_kind: dict[str, list[tuple[int, int]]] = {}
-        progress = progress_bar(prompts, desc="generating", unit="prompt", leave=False, disable=self.disable_tqdm)
-        began = time.monotonic()
-        for number, prompt in enumerate(progress):
-            now = time.monotonic()
-            if number >= least and now + (now - began) / number > until:  # another would end too late
-                break
-            ids, outputs = prompt.to(target.device), {}
-            for method in methods[:: 1 if number % 2 else -1]:
-                outputs[method.name] = generate_once(target, method, ids, 0.0, self.new)
-            texts.append(torch.cat([ids, torch.tensor([outputs["alone"][1]], device=ids.device)], dim=1))
-            differing += outputs["alone"][1] != outputs["drafted"][1]
-            stats = cast(SpeculationStats, self.drafter.last_stats)
-            total += stats
-            counted.append(rounds_of(stats))
-            by_kind.setdefault(_KINDS.get(questions[number]) or "others", []).append(counted[-1])
-            timed.append([(each["new_tokens"], each["seconds"]) for each, _ in map(outputs.get, ("alone", "drafted"))])  # type: ignore[misc]
-        found.differing = differing
-        found.facts["losslessness"] = f"{len(texts) - differing} of {len(texts)} greedy texts are the target's own"
-        if differing:
-            found.remarks.append(
-                f"{differing} greedy texts differ. In float32 that should not be; in lower precision it happens "
-                "where the target's two best tokens are equal to within rounding."
-            )
-        if not total.rounds:
-            found.problems["template"] = (
-                "The target ends every answer at once: the chat template is not the one it was trained with."
-            )
-            return texts, np.array(counted, dtype=float)
-        found.tau, found.acceptance = total.tau, total.acceptance
-        asked = self.drafter.num_draft_tokens
-        found.drafts = asked if isinstance(asked, int) else None
-        (default,) = ranked([{}], np.array(timed, dtype=float))
-        found.speedup = default.speedup
-        found.kinds = {kind: sum(a for a, _ in of) / max(sum(b for _, b in of), 1) for kind, of in by_kind.items()}
-        rounds = f"{total.rounds} round{'s' * (total.rounds != 1)}"
-        rates = ", ".join(f"{100 * rate:.0f}" for rate in total.acceptance)
-        found.facts["acceptance"] = (
-            f"tau {total.tau:.2f} over {len(texts)} prompts, {rounds}; drafts accepted at each position, %: {rates}"
-        )
-        return texts, np.array(counted, dtype=float)
-
-    def _measure_costs(self, text: torch.Tensor, texts: int, compiled: bool) -> None:
-        options: dict[str, Any] = {
-            "context": self.context, "texts": texts, "seconds": 0.12 * self._left(), "report": self.say,
-        }  # fmt: skip
-        self.found.costs = measure_round_costs(self.target, self.drafter, text, **options)
-        if not compiled:
-            return
-        try:
-            self.found.costs.compiled = measure_round_costs(self.target, self.drafter, text, **options, compiled=True)
-        except Exception as error:  # what a compiler may say is no fault of the pair's
-            said = (str(error) or type(error).__name__).splitlines()[0]
-            self.found.remarks.append(f"Compiled rounds could not be timed: {said:.200}")
-
-    def _find_losses(
-        self, questions: Sequence[str], prompts: list[torch.Tensor], texts: list[torch.Tensor], counted: np.ndarray,
-        thinking: bool,
-    ) -> None:  # fmt: skip
-        found, prompts = self.found, prompts[: len(texts)]
-        if self.drafter.config.model_type == HyperDFlashConfig.model_type:
-            self.say("trying other layers, the other anchor convention, other bases of RoPE ...")
-            few = slice(None, None if len(texts) <= LEAST_PROMPTS else LEAST_PROMPTS + 2)
-            _try_other_settings(
-                found, self.target, cast(HyperDFlashDrafter, self.drafter), prompts[few], texts[few], self.disable_tqdm
-            )
-        lost = LostAcceptance(self.target, self.drafter, self.new, 0.35 * self._left())
-        answers = [
-            str(self.tokenizer.decode(text[0, ids.shape[1] :], skip_special_tokens=True))
-            for ids, text in zip(prompts, texts)
-        ]
-        asked = list(zip(questions, answers))
-        for change in lost.changes(self.tokenizer, asked, counted, thinking, self.context):
-            self.say(f"changed: {change.name}: {change.after:.2f} tokens a round instead of {change.before:.2f}")
-            found.changes.append(change)
-        tokens, rounds = lost.rounds(encode(self.tokenizer, [[each] for each in _OTHER_LANGUAGES], thinking)).sum(0)
-        found.kinds["German, Spanish, French, Chinese"] = float(tokens / max(rounds, 1))
-        report_changes(found)
-        cause = next((cause for cause in found.problems if cause in _OTHER_WEIGHTS), None)
-        if cause is not None:
-            found.problems[cause] += self._try_learning(prompts, texts, counted)
-
-    def _try_learning(
-        self, prompts: Sequence[torch.Tensor], texts: Sequence[torch.Tensor], counted: np.ndarray
-    ) -> str:
-        """Train a copy of the drafter on half of the texts, measure it on the others, and say what that brings."""
-        half = len(texts) // 2
-        self.say(f"training a copy of the drafter on {len(texts) - half} of the texts ...")
-        starts = [ids.shape[1] for ids in prompts[half:]]
-        try:
-            taught = teach(self.target, self.drafter, texts[half:], starts, 0.25 * self._left())
-        except (RuntimeError, ValueError) as error:  # no drafter that is trained, no such memory, no such kernel
-            said = (str(error) or type(error).__name__).splitlines()[0]
-            self.found.remarks.append(f"What training would bring back was not tried: {said:.200}")
-            return ""
-        lost = LostAcceptance(self.target, taught.drafter, self.new, self._left())
-        learned = f"{taught.steps} training steps on {len(starts)} other texts"
-        change = compare("learning", learned, counted, lost.rounds(prompts[:half]))
-        self.say(f"changed: {change.name}: {change.after:.2f} tokens a round instead of {change.before:.2f}")
-        self.found.changes.append(change)
-        low, high = change.ratio.low, change.ratio.high
-        return (
-            f" Tried here: after {taught.steps} training steps ({taught.seconds:.0f} s) on {len(starts)} of these "
-            f"texts it has {change.after:.2f} tokens a round instead of {change.before:.2f} on others ({low:.2f} to "
-            f"{high:.2f} times as many). An hour has {3600 / max(taught.seconds, 1e-3):,.0f} times those steps."
-        )
-
-    def _judge_tau(self) -> None:
-        found, tau = self.found, cast(float, self.found.tau)
-        if tau >= LEAST_TAU:
-            return
-        if not hasattr(self.drafter, "get_memory_footprint"):
-            found.remarks.append(f"Hardly any draft is accepted (tau {tau:.2f}): texts repeat too little.")
-        elif not found.problems:
-            found.problems["acceptance"] = (
-                f"Hardly any draft is accepted (tau {tau:.2f}): the drafter is hardly trained, or "
-                "was trained for another target, chat template or tokenizer."
-            )
-
-    def _time_settings(self, prompts: list[torch.Tensor]) -> None:
-        for temperature, share in zip(TEMPERATURES, (0.6, 1.0)):
-            self.say(f"timing settings of generate, temperature {temperature:g} ...")
-            timed = time_settings(
-                self.target, self.drafter, prompts, temperature=temperature, max_new_tokens=self.new,
-                seconds=share * self._left(), disable_tqdm=self.disable_tqdm,
-            )  # fmt: skip
-            self.found.timed[temperature] = timed
-            learned = learned_stats(self.target, self.drafter)
-            if learned is not None and learned.is_tried:
-                self.found.expected = learned.costs.predict(self.context, len(self.found.acceptance))
-            self.found.facts[f"timed, temperature {temperature:g}"] = "; ".join(map(str, timed))
-
-
-def _try_other_settings(
-    found: Diagnosis,
-    target: PreTrainedModel,
-    drafter: HyperDFlashDrafter,
-    prompts: list[torch.Tensor],
-    texts: list[torch.Tensor],
-    disable_tqdm: bool | None,
-) -> None:
-    """Report settings that would change much. Small changes are normal: neighbouring layers are nearly the same."""
-    starts = [ids.shape[1] for ids in prompts]
-    rounds, tau, others = compare_settings(target, drafter, texts, starts, disable_tqdm=disable_tqdm)
-    text = f"{rounds:,} rounds over {len(prompts)} prompts"
-    # Of an untrained drafter some setting is the least bad.
-    ahead = [setting for setting in others if matters(setting, tau) and setting.tau >= LEAST_TAU]
-    better = [setting for setting in ahead if setting.ahead.low > 0]
-    worse = sum(setting.ahead.high < 0 for setting in others)
-    found.facts["other configurations"] = (
-        f"{len(others)} tried in {text}, neighbouring layers, the other anchor convention, other bases of RoPE: "
-        f"{worse} certainly worse, {len(better)} clearly better, of the others none makes a clear difference"
-    )
-    if better:
-        best = max(better, key=lambda setting: setting.ahead.value)
-        found.problems[cause_of(best.name)] = (
-            f"With {best.name} the drafter finds the target's text likelier ({_describe(best, tau)} in {text}): the "
-            "configuration does not say how the drafter was trained. Correct it in `config.json`."
-        )
-    elif ahead:
-        best = max(ahead, key=lambda setting: setting.ahead.value)
-        found.remarks.append(
-            f"The drafter may have been trained with {best.name} ({_describe(best, tau)} in {text}): longer texts may "
-            "tell, from a larger `--max-new-tokens` (in Python `max_new_tokens`)."
-        )
-
-
-def _describe(setting: Setting, tau: float) -> str:
-    ahead = setting.ahead
-    return (
-        f"{ahead.value:+.2f} nats a draft, between {ahead.low:+.2f} and {ahead.high:+.2f}; {setting.tau:.2f} tokens a "
-        f"round instead of {tau:.2f}"
-    )
+def _passes(examined: Examination, checks: Checks) -> bool:
+    """Add what checks find, one after the other, and return whether all could run."""
+    for check, ends in checks:
+        for finding in check(examined):
+            examined.found.add(finding)
+            if ends and finding.kind == "problem":
+                return False
+    return True

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import time
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -17,9 +15,8 @@ from ...decoding.rounds import verification_of
 from ...drafters.base import Drafter
 from ...targets.caches.protocols import RewindableCache
 from ...targets.registry import target_of
-from ...training.runs.progress import progress_bar
+from ...training.trials import Local, run
 from ..intervals import Interval, draw, interval
-from ..runner import Method, generate_once
 
 TEMPERATURES = (0.0, 1.0)
 _MOST_PROMPTS, _FEWEST_PROMPTS = 8, 2
@@ -28,17 +25,11 @@ _NOISE = 1.05  # a ratio of speeds that differs from run to run
 
 
 class Timed(NamedTuple):
-    """Settings of a call with their speed.
+    """Settings of a call with their speed."""
 
-    Args:
-        settings: Arguments of `generate`.
-        speedup: Speed as a multiple of the target's alone, with its interval over prompts.
-        fastest: Speed of the fastest settings as a multiple of this one's.
-    """
-
-    settings: dict[str, int | str]
+    settings: dict[str, int | str]  # arguments of `generate`
     speedup: Interval
-    fastest: Interval
+    fastest: Interval  # speed of the fastest settings as a multiple of this one's
 
     def __str__(self) -> str:
         text = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
@@ -60,48 +51,24 @@ def time_settings(
     seconds: float = math.inf,
     disable_tqdm: bool | None = True,
 ) -> list[Timed]:
-    """Time plain generation and some settings, in turns on the same prompts, and return the settings, fastest first.
-
-    Args:
-        target: The target, bound.
-        drafter: Its drafter.
-        prompts: Token ids `[1, seq]`, of which at most 8 are used.
-        temperature: 0 is greedy; others sample from the whole distribution.
-        max_new_tokens: Most new tokens per prompt.
-        seconds: That it may take, about; two prompts are timed at least.
-        disable_tqdm: `False` for a progress bar on stderr, `None` for one on a terminal and lines elsewhere.
-    """
-    tried: list[dict[str, int | str]] = [{}, *_settings(target, drafter)]
-    methods = [Method(str(each), drafter if each else None, *_shape(each)) for each in tried]
-    some, began = prompts[:_MOST_PROMPTS], time.monotonic()
-    label = f"timing settings, temperature {temperature:g}"
-    progress = progress_bar(some, desc=label, unit="prompt", leave=False, disable=disable_tqdm)
-    rows: list[list[tuple[int, float]]] = []
-    for number, prompt in enumerate(itertools.chain(some[:1], progress)):  # the first one twice: once to warm up
-        spent = time.monotonic() - began
-        if len(rows) > _FEWEST_PROMPTS and spent * (1 + 1 / (len(rows) - 1)) > seconds:  # another would end too late
-            break
-        rows.append([])
-        for method in methods:
-            torch.manual_seed(number)
-            new = max_new_tokens if rows[1:] else min(_WARM, max_new_tokens)
-            figures, _ = generate_once(target, method, prompt.to(target.device), temperature, new)
-            rows[-1].append((figures["new_tokens"], figures["seconds"]))
-    return ranked(tried[1:], np.array(rows[1:], dtype=float))
-
-
-def _shape(settings: dict[str, int | str]) -> tuple[int | str | None, int | str | None]:
-    return settings.get("num_assistant_tokens"), settings.get("tree_budget")
+    """Time plain generation and some settings in turns, on at most 8 prompts; return the settings, fastest first."""
+    tried = _settings(target, drafter)
+    methods = [Local(target), *(Local(target, drafter, each) for each in tried)]
+    list(run(methods, prompts[:1], min(_WARM, max_new_tokens), temperature=temperature, seed=0))
+    trials = run(
+        methods, prompts[:_MOST_PROMPTS], max_new_tokens, temperature=temperature, seed=1, fewest=_FEWEST_PROMPTS,
+        seconds=seconds, desc=f"timing settings, temperature {temperature:g}", disable_tqdm=disable_tqdm,
+    )  # fmt: skip
+    timed = {(number, index): (record.new_tokens, record.seconds) for number, index, record in trials}
+    rows = [[timed[number, index] for index in range(len(methods))] for number in range(len(timed) // len(methods))]
+    return ranked(tried, np.array(rows, dtype=float))
 
 
 def ranked(tried: list[dict[str, int | str]], timed: np.ndarray) -> list[Timed]:
     """Rank settings by speedup. `timed` are tokens and seconds, `[prompts, 1 + settings, 2]`, the target alone
     first."""
     tokens, seconds = timed[..., 0], timed[..., 1]
-    if len(tokens) > 1:
-        drawn = draw(len(tokens), np.random.default_rng(0))
-    else:
-        drawn = np.ones((2, 1))  # one prompt cannot be redrawn
+    drawn = draw(len(tokens), np.random.default_rng(0))
     rates = (drawn @ tokens) / (drawn @ seconds)
     speedups = rates[:, 1:] / rates[:, :1]
     ahead = speedups[:, [speedups[0].argmax()]] / speedups

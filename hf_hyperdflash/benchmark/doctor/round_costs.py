@@ -6,25 +6,20 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    CompileConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from ...decoding.stats import SpeculationStats, clock, exact_timing
+from ...decoding.stats import clock, exact_timing
 from ...drafters.base import Drafter
 from ...drafters.sampling import DraftSampler
 from ...targets.registry import target_of
 from ...targets.target import Target
+from ...training.trials import Local
 from ...trees.tree import DraftTree
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # verification positions of a round
@@ -34,23 +29,14 @@ _USUAL = 16  # verification positions that are timed also where time is short
 
 @dataclass
 class MeasuredCosts:
-    """Seconds of rounds, medians.
+    """Seconds of rounds, medians."""
 
-    Attributes:
-        context: Tokens of the text before them.
-        texts: Of the batch.
-        plain: Of a token of each text without a drafter.
-        rounds: Of a round by its width, without drafting.
-        drafting: Of drafting, by the number of drafts.
-        compiled: The same over a static cache, compiled; `None` if that was not measured.
-    """
-
-    context: int
-    texts: int
-    plain: float
-    rounds: dict[int, float]
-    drafting: dict[int, float] = field(default_factory=dict)
-    compiled: MeasuredCosts | None = None
+    context: int  # tokens of each text before them
+    texts: int  # of the batch
+    plain: float  # a token of each text without a drafter
+    rounds: dict[int, float]  # by width, without drafting
+    drafting: dict[int, float] = field(default_factory=dict)  # by the number of drafts
+    compiled: MeasuredCosts | None = None  # the same over a static cache, compiled
 
     def verifying(self, drafts: int) -> float:
         """Return what verifying so many drafts and the anchor takes, in plain tokens."""
@@ -69,16 +55,16 @@ class MeasuredCosts:
         return self.verifying(drafts) + self.asking(drafts)
 
     def speedup(self, drafts: int, acceptance: Sequence[float]) -> float:
-        """Return the speed with so many drafts a round, as a multiple of the target's alone, prompts left out.
-
-        Args:
-            drafts: At most as many as `acceptance` has.
-            acceptance: Of each draft position, the share of rounds that accepted it.
-        """
+        """Return the speed with so many drafts a round, as a multiple of the target's alone, prompts left out. Of each
+        draft position `acceptance` has the share of rounds that accepted it."""
         return (1 + sum(acceptance[:drafts])) / self.break_even(drafts)
 
 
-class _Widths(Drafter):
+class _AllTimed(Exception):
+    """Ends a generation when all widths were timed: what was left would be rounds of one token."""
+
+
+class _Filler(Drafter):
     """Drafts chains of given widths, from the prompt's tokens and at no cost, and times the rounds between. After
     `end`, by `time.monotonic()`, widths of more than `usual` are left out."""
 
@@ -92,7 +78,6 @@ class _Widths(Drafter):
         self._tokens = ids.flatten().tile(-(-needed // ids.numel()))
         self.seconds: dict[int, list[float]] = {width: [] for width in widths}
         self._begun: tuple[int, float] | None = None
-        self.is_done = False
 
     def propose(
         self, target: Target, context: Any, ids: torch.Tensor, position_ids: torch.Tensor, count: int,
@@ -109,27 +94,13 @@ class _Widths(Drafter):
             self.seconds[self._begun[0]].append(now - self._begun[1])
         if time.monotonic() > self._end:
             self._planned = [width for width in self._planned if width <= self._usual]
-        self._begun, is_planned = None, bool(self._planned)
-        self.is_done = not is_planned
-        width = self._planned.pop(0) if is_planned else 1
-        shift = len(self._planned)
+        if not self._planned:
+            raise _AllTimed
+        width, shift = self._planned.pop(0), len(self._planned)
         trees = [DraftTree.chain(self._tokens[shift + i : shift + i + width - 1]) for i in range(len(counts))]
-        if is_planned and width - 1 <= min(counts):
-            self._begun = width, self._now()
+        # Near the end of the target's positions a round has no room for the width.
+        self._begun = (width, self._now()) if width - 1 <= min(counts) else None
         return [tree.first(min(count, len(tree))) for tree, count in zip(trees, counts)]
-
-
-class _Done(StoppingCriteria):
-    """Ends a generation when all widths were timed: what was left would be rounds of one token."""
-
-    def __init__(self, drafter: _Widths) -> None:
-        self._drafter = drafter
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _Done:
-        return self  # each text of a batch has a copy of its criteria, and all have one drafter
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        return torch.full(input_ids.shape[:1], self._drafter.is_done, device=input_ids.device)
 
 
 class _Steps(LogitsProcessor):
@@ -158,94 +129,55 @@ def measure_round_costs(
 
     A drafter that costs nothing and is hardly ever right fills rounds of the widths, so that what is timed is what a
     generation runs: the target's forward over its own cache, and our loop.
-
-    Args:
-        target: The target, bound.
-        drafter: Its drafter.
-        text: Some of its text, `[1, seq]`, which is repeated up to `context` tokens.
-        context: Tokens before the rounds.
-        texts: Of the batch.
-        compiled: Whether static caches and compiled rounds are timed instead, with the drafter's own number of drafts
-            alone, as each width is compiled.
-        seconds: After which no further turn is begun; there is one at least.
-        report: Called with a line for each step.
-
-    Raises:
-        ValueError: If the target has no room for such a text.
     """
+    end = time.monotonic() + seconds
     most = getattr(target_of(target).config, "max_position_embeddings", None)
     if context < 1 or texts < 1 or (most and context > most):
         raise ValueError(
             f"A context of {context} tokens in {texts} texts was asked for: expected at least 1 of each, and at most "
             f"the {most} positions of the target."
         )
-    room = (most or context + max(WIDTHS)) - context
+    room = most - context if most else max(WIDTHS)
     widths = [width for width in WIDTHS if 2 * width <= max(room, 2)]
     ids = text.to(target.device).tile(1, -(-context // text.shape[1]))[:, :context].repeat(texts, 1)
     drafts = drafter.num_draft_tokens
     count = drafts if isinstance(drafts, int) else drafter.max_draft_tokens or 6
-    measure = _Measurement(target, ids, seconds, report or (lambda line: None))
+    usual, turns, kind, options = max(_USUAL, 2 * count), _TURNS, "eager", dict[str, Any]()
     if compiled:
         config = CompileConfig()
         config._compile_all_devices = True  # type: ignore[assignment]
-        room = context + 16 + 2 * (count + 1) * _ROUNDS
-        measure.options |= {"cache_implementation": "static", "compile_config": config, "max_cache_len": room}
-    found = measure.turns([1 + count] if compiled else widths, max(_USUAL, 2 * count))
-    for asked in [count] if compiled else dict.fromkeys([1, count]):
-        found.drafting[asked] = measure.drafting(drafter, asked)
-    return found
+        length = context + 16 + 2 * (count + 1) * _ROUNDS
+        options = {"cache_implementation": "static", "compile_config": config, "max_cache_len": length}
+        widths, turns, kind = [1 + count], 1 + _TURNS, "compiled"
 
+    def generate(new: int, assistant: Drafter | None = None, **more: Any) -> Any:
+        new = min(new, max(most - context, 3)) if most else new
+        method = Local(target, assistant, {"streamer": None, "min_new_tokens": new, **options, **more})
+        return method.generate(ids, 0.0, new).stats
 
-class _Measurement:
-    """Generations from one context, whose rounds are timed."""
-
-    def __init__(
-        self, target: PreTrainedModel, ids: torch.Tensor, seconds: float, report: Callable[[str], object]
-    ) -> None:
-        self._target, self._ids, self._report = target, ids, report
-        self._end = time.monotonic() + seconds
-        self.options: dict[str, Any] = {}
-
-    def turns(self, widths: Sequence[int], usual: int) -> MeasuredCosts:
-        """Time plain decoding and rounds of the widths by turns; where time is short, of those up to `usual`."""
-        plain: list[float] = []
-        rounds: dict[int, list[float]] = {width: [] for width in widths}
-        kind, turns = ("compiled", 1 + _TURNS) if self.options else ("eager", _TURNS)
+    plain: list[float] = []
+    rounds: dict[int, list[float]] = {width: [] for width in widths}
+    with exact_timing():
         for turn in range(turns):
-            if plain and time.monotonic() > self._end:
+            if plain and time.monotonic() > end:
                 break
-            self._report(f"timing rounds of up to {max(widths)} tokens, {kind}, {turn + 1} of {turns} ...")
-            steps = _Steps(self._target.device)
-            self._generate(2 + _ROUNDS, logits_processor=LogitsProcessorList([steps]))
-            is_counted = turns == _TURNS or turn > 0  # the first of compiled rounds compiles
-            count = _ROUNDS if is_counted else 1
-            filler = _Widths(self._target, self._ids, [*widths] * count, usual, self._end)
-            ends = StoppingCriteriaList([_Done(filler)])
-            self._generate(1 + count * len(widths) + max(widths), assistant_model=filler, stopping_criteria=ends)
+            if report:
+                report(f"timing rounds of up to {max(widths)} tokens, {kind}, {turn + 1} of {turns} ...")
+            is_counted = not compiled or turn > 0  # the first of compiled rounds compiles
+            steps, repeats = _Steps(target.device), _ROUNDS if is_counted else 1
+            generate(2 + _ROUNDS, logits_processor=LogitsProcessorList([steps]))
+            filler = _Filler(target, ids, [*widths] * repeats, usual, end)
+            with suppress(_AllTimed):
+                generate(1 + repeats * len(widths) + max(widths), filler)
             if is_counted:
                 plain += np.diff(steps.times).tolist()
-                for width, seconds in filler.seconds.items():
-                    rounds[width] += seconds[1:]
-        medians = {width: statistics.median(seconds) for width, seconds in rounds.items() if seconds}
-        return MeasuredCosts(self._ids.shape[1], len(self._ids), statistics.median(plain), medians)
-
-    def drafting(self, drafter: Drafter, drafts: int) -> float:
-        """Return the seconds of one round's drafting."""
-        for _ in range(2 if self.options else 1):  # the first one compiles; eager, the drafter has run before
-            self._generate(2 + 2 * _ROUNDS + drafts, assistant_model=drafter, num_assistant_tokens=drafts)
-        total = cast(SpeculationStats, drafter.last_stats)
-        if total.of_batch:
-            return sum(each.draft_seconds for each in total.of_batch) / max(
-                (each.rounds for each in total.of_batch), default=1
-            )
-        return total.draft_seconds / max(total.rounds, 1)
-
-    def _generate(self, new: int, **options: Any) -> None:
-        ids = self._ids
-        most = getattr(target_of(self._target).config, "max_position_embeddings", None)
-        new = min(new, max(most - ids.shape[1], 3)) if most else new
-        with exact_timing():
-            cast(Any, self._target).generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, min_new_tokens=new,
-                **self.options, **options,
-            )  # fmt: skip
+                for width, each in filler.seconds.items():
+                    rounds[width] += each[1:]
+        medians = {width: statistics.median(each) for width, each in rounds.items() if each}
+        found = MeasuredCosts(context, texts, statistics.median(plain), medians)
+        for asked in [count] if compiled else dict.fromkeys([1, count]):
+            for _ in range(2 if compiled else 1):  # the first one compiles; eager, the drafter has run before
+                total = generate(2 + 2 * _ROUNDS + asked, drafter, num_assistant_tokens=asked)
+            drafting = sum(row.draft_seconds for row in total.rows)
+            found.drafting[asked] = drafting / max(1, *(row.rounds for row in total.rows))
+    return found

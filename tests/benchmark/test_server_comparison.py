@@ -11,15 +11,16 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, load_drafter, load_target
+from hf_hyperdflash.benchmark import server as asked
+from hf_hyperdflash.benchmark import server_comparison as examined
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
-from hf_hyperdflash.benchmark.served import examine_server as examined
-from hf_hyperdflash.benchmark.served.endpoint import Answer, EndpointSettings
-from hf_hyperdflash.benchmark.served.examine_server import examine_server
-from hf_hyperdflash.benchmark.served.served_counts import DraftCounters, total
+from hf_hyperdflash.benchmark.server import DraftCounters, total
+from hf_hyperdflash.benchmark.server_comparison import examine_server
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.decoding.bind import unbind
 from hf_hyperdflash.drafters.parts.layers import HyperDFlashRotaryEmbedding
 from hf_hyperdflash.training.data.encoding import encode_prompts
+from hf_hyperdflash.training.trials import Record
 
 from ..conftest import MODELS, mostly_nightly
 from ..helpers.tokenizers import characters
@@ -261,10 +262,10 @@ def test_the_command(server, tmp_path):
 def test_an_answer_without_an_accepted_draft_counts(monkeypatch):
     """SGLang's lists end with the last position that was accepted at all: of such an answer there is none."""
     counted = [DraftCounters(20.0, [8.0, 4.0]), DraftCounters(17.0, []), None]
-    answers = iter([Answer("", 20, 0.0, 0.0, each) for each in counted])
-    monkeypatch.setattr(examined, "converse", lambda *_: [next(answers)])
-    monkeypatch.setattr(examined, "metrics", lambda _: "")
-    _, found = examined._ask(EndpointSettings("http://localhost", "tiny", []), ["a", "b", "c"], True)
+    answers = iter([Record("", 20, None, 0.0, 0.0, None, each) for each in counted])
+    monkeypatch.setattr(asked.Server, "generate", lambda *_: next(answers))
+    monkeypatch.setattr(asked.Server, "metrics", lambda _: "")
+    _, found = examined._ask(asked.Server("http://localhost", "tiny"), ["a", "b", "c"], 20)
     assert found == counted
     there, here = total(found), DraftCounters(40.0, [9.0, 4.0, 4.0])
     assert there.tau == 1 + 12 / 37 and examined._gaps(here, there)[2] == 0.1

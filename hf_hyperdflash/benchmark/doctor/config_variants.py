@@ -1,4 +1,4 @@
-"""Whether a drafter was trained with other settings than its configuration says: compares their drafts."""
+"""Whether a drafter was trained with another configuration than it has: compares the drafts of both."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from ...training.features.capture import compute_residual
 from ...training.losses.loss import IGNORE_INDEX, indices_among
 from ...training.runs.progress import progress_bar
 from ..intervals import Interval, draw, interval
+from .diagnosis import LEAST_PROMPTS, LEAST_TAU, Examination, Finding
 
-# With fewer prompts, all of them prefer a setting by chance too often. For 8 the probability is 1 in 256.
-LEAST_PROMPTS = 8
 _FALSE_ALARMS = 0.03
 # The least differences that are reported: nats a draft, and the ratio of tokens a round.
 _LEAST_NATS_AHEAD, _LEAST_TAU_RATIO = 0.1, 1.05
@@ -34,32 +33,73 @@ CAUSES = {"layer": "layers", "anchor": "anchor", "rope": "RoPE"}  # by a word of
 _ROPE_BASES = 1e4, 1e6  # that of who does not read it, and Qwen's
 
 
-class Setting(NamedTuple):
-    """A setting that the configuration does not have."""
+class Variant(NamedTuple):
+    """A configuration with one setting that is easily confused with the drafter's own."""
 
     name: str  # the difference, in words
     tau: float  # mean tokens of its rounds
     ahead: Interval  # log-likelihood of the target's text minus that with the configuration's setting, nats a draft
 
+    def matters(self, tau: float) -> bool:
+        """Return whether it drafts much better than the configuration's setting, which has `tau` tokens a round.
 
-def matters(setting: Setting, tau: float) -> bool:
-    """Return whether it drafts much better than the configuration's setting, which has `tau` tokens a round.
-
-    To be certainly better is not enough: a neighbouring layer's residual is nearly the same, and a drafter may find
-    the text a little likelier with a layer that it was not trained with.
-    """
-    return setting.ahead.value >= _LEAST_NATS_AHEAD and setting.tau >= _LEAST_TAU_RATIO * tau
+        To be certainly better is not enough: a neighbouring layer's residual is nearly the same, and a drafter may
+        find the text a little likelier with a layer that it was not trained with.
+        """
+        return self.ahead.value >= _LEAST_NATS_AHEAD and self.tau >= _LEAST_TAU_RATIO * tau
 
 
 class Comparison(NamedTuple):
-    """The comparison of settings over rounds after every token of texts that the target wrote."""
+    """The comparison of configurations over rounds after every token of texts that the target wrote."""
 
     rounds: int
-    tau: float  # their mean number of tokens with the configuration's setting
-    others: list[Setting]
+    tau: float  # their mean number of tokens with the drafter's own configuration
+    others: list[Variant]
 
 
-def compare_settings(
+def try_variants(examined: Examination) -> Iterator[Finding]:
+    """Whether the drafter was trained with another configuration than it has. Small differences are normal:
+    neighbouring layers are nearly the same."""
+    drafter = cast(HyperDFlashDrafter, examined.drafter)
+    if not examined.is_thorough or drafter.config.model_type != HyperDFlashConfig.model_type:
+        return
+    examined.say("trying other layers, the other anchor convention, other bases of RoPE ...")
+    texts = examined.texts if len(examined.texts) <= LEAST_PROMPTS else examined.texts[: LEAST_PROMPTS + 2]
+    starts = [ids.shape[1] for ids in examined.prompts[: len(texts)]]
+    rounds, tau, others = compare_variants(examined.target, drafter, texts, starts, disable_tqdm=examined.disable_tqdm)
+    tried = f"{rounds:,} rounds over {len(texts)} prompts"
+    # Of an untrained drafter some setting is the least bad.
+    ahead = [variant for variant in others if variant.matters(tau) and variant.tau >= LEAST_TAU]
+    better = [variant for variant in ahead if variant.ahead.low > 0]
+    worse = sum(variant.ahead.high < 0 for variant in others)
+    yield Finding(
+        "fact", "other configurations",
+        f"{len(others)} tried in {tried}, neighbouring layers, the other anchor convention, other bases of RoPE: "
+        f"{worse} certainly worse, {len(better)} clearly better, of the others none makes a clear difference",
+    )  # fmt: skip
+    if not ahead:
+        return
+    best = max(better or ahead, key=lambda variant: variant.ahead.value)
+    value, low, high = best.ahead
+    described = (
+        f"{value:+.2f} nats a draft, between {low:+.2f} and {high:+.2f}; {best.tau:.2f} tokens a round instead of "
+        f"{tau:.2f} in {tried}"
+    )
+    if better:
+        yield Finding(
+            "problem", cause_of(best.name),
+            f"With {best.name} the drafter finds the target's text likelier ({described}): the configuration does not "
+            "say how the drafter was trained. Correct it in `config.json`.",
+        )  # fmt: skip
+    else:
+        yield Finding(
+            "remark", "",
+            f"The drafter may have been trained with {best.name} ({described}): longer texts may tell, from a larger "
+            "`--max-new-tokens` (in Python `max_new_tokens`).",
+        )  # fmt: skip
+
+
+def compare_variants(
     target: PreTrainedModel,
     drafter: HyperDFlashDrafter,
     texts: Sequence[torch.Tensor],
@@ -67,41 +107,29 @@ def compare_settings(
     *,
     disable_tqdm: bool | None = True,
 ) -> Comparison:
-    """Compare drafts with the drafter's settings to drafts with settings that are easily confused with them.
+    """Compare drafts with the drafter's configuration to drafts with each of [`variants`].
 
-    These are each layer one lower and one higher, all layers at once, the other anchor convention, the bases of RoPE
-    that others have, and RoPE on all of a head where it is on a part. A round reads only accepted tokens, which are
-    known for a text that the target wrote. So one forward of the target over a text serves all rounds of all settings,
-    and all have the same rounds. Settings are compared by the likelihood of the text, which training maximizes:
-    accepted lengths would need several times as many rounds.
-
-    Args:
-        target: The target.
-        drafter: Its drafter.
-        texts: Prompts and what the target wrote after them, greedily, `[1, seq]` each; at least [`LEAST_PROMPTS`].
-        starts: Where in each the prompt ends.
-        disable_tqdm: `False` for a progress bar on stderr, `None` for one on a terminal and lines elsewhere.
+    A round reads only accepted tokens, which are known for a text that the target wrote. So one forward of the target
+    over a text serves all rounds of all configurations, and all have the same rounds. They are compared by the
+    likelihood of the text, which training maximizes: accepted lengths would need several times as many rounds.
     """
-    settings = other_settings(drafter.config, target)
-    tried = [drafter.config, *settings.values()]
+    others = variants(drafter.config, target)
+    tried = [drafter.config, *others.values()]
     progress = progress_bar(texts, desc="trying other layers", unit="prompt", leave=False, disable=disable_tqdm)
     found = [draft_every_round(target, drafter, text, start, tried) for text, start in zip(progress, starts)]
     taus = np.concatenate([emitted for emitted, _ in found], axis=1).mean(1).tolist()
     sums, rounds = np.stack([nats.sum(1) for _, nats in found]), np.array([nats.shape[1] for _, nats in found])
-    others = [Setting(*parts) for parts in zip(settings, taus[1:], leads_over_first(sums, rounds))]
-    return Comparison(int(rounds.sum()), taus[0], others)
+    compared = [Variant(*parts) for parts in zip(others, taus[1:], leads_over_first(sums, rounds))]
+    return Comparison(int(rounds.sum()), taus[0], compared)
 
 
 def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:
-    """Return by how much each setting's mean over rounds exceeds the first one's, with bootstrap intervals.
+    """Return by how much each configuration's mean over rounds exceeds the first one's, with bootstrap intervals, from
+    sums over each prompt's rounds `[prompts, configurations]` and their numbers `[prompts]`.
 
-    All settings share the redrawn prompts. The intervals are corrected for their number: if no setting differs from
-    the first, one of six or more lies above 0 in 2 % of examinations with 24 prompts, and in 7 % of those with 8,
-    which are few for a bootstrap.
-
-    Args:
-        sums: Over each prompt's rounds, `[prompts, settings]`.
-        rounds: How many rounds, `[prompts]`.
+    All share the redrawn prompts. The intervals are corrected for their number: if none differs from the first, one of
+    six or more lies above 0 in 2 % of examinations with 24 prompts, and in 7 % of those with 8, which are few for a
+    bootstrap.
     """
     drawn = draw(len(rounds), np.random.default_rng(0))
     with np.errstate(invalid="ignore"):  # no round, no mean
@@ -110,8 +138,12 @@ def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:
     return [interval(lead, _FALSE_ALARMS / len(leads)) for lead in leads]
 
 
-def other_settings(config: HyperDFlashConfig, target: PreTrainedModel) -> dict[str, HyperDFlashConfig]:
-    """Return other configurations by their difference in words; [`cause_of`] has the cause."""
+def variants(config: HyperDFlashConfig, target: PreTrainedModel) -> dict[str, HyperDFlashConfig]:
+    """Return configurations that are easily confused with a drafter's, by their difference in words.
+
+    These have each layer one lower and one higher, all layers at once, the other anchor convention, the bases of RoPE
+    that others have, and RoPE on all of a head where it is on a part. [`cause_of`] has the cause of a name.
+    """
     seen = target_of(target)
     count, ids = seen.config.num_hidden_layers, config.target_layer_ids or []
     moves = [[layer if layer < 0 else layer + step for layer in ids] for step in (-1, 1)]
@@ -159,31 +191,22 @@ def draft_every_round(
     drafter: HyperDFlashDrafter,
     text: torch.Tensor,
     start: int,
-    settings: Sequence[HyperDFlashConfig],
+    configs: Sequence[HyperDFlashConfig],
     shift: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draft after each token of `text` from `start` on, except the last.
+    """Draft after each token of `text` `[1, seq]` from `start` on, except the last, with each of some configurations.
 
-    Args:
-        target: The target.
-        drafter: Its drafter.
-        text: `[1, seq]`.
-        start: Where in it the prompt ends.
-        settings: Configurations, which may differ from the drafter's own in its layers, its anchor convention and
-            RoPE.
-        shift: By how many positions the block is too late.
-
-    Returns:
-        `[settings, rounds]` each: the tokens that a round emits, and the mean log-probability of the text's next
-        tokens, at least that of a uniform distribution.
+    These may differ from the drafter's own in its layers, its anchor convention and RoPE. `shift` is by how many
+    positions the block is too late. Return the tokens that each round emits, and the mean log-probability of the
+    text's next tokens, at least that of a uniform distribution: `[configurations, rounds]` each.
     """
     count = target_of(target).config.num_hidden_layers
-    read = [_read(config.target_layer_ids or [], count) for config in settings]
+    read = [_read(config.target_layer_ids or [], count) for config in configs]
     layers = sorted({layer for ids in read for layer in ids})
     positions = torch.arange(text.shape[1], device=text.device)[None]
     parts = dict(zip(layers, compute_residual(target, text, positions, layers).chunk(len(layers), dim=2)))
     found = []
-    for config, ids in zip(settings, read):
+    for config, ids in zip(configs, read):
         with _rope_of(drafter, config):
             residual = torch.cat([parts[i] for i in ids], dim=2)
             found.append(_rounds(target, drafter, config, text, start, residual, shift))

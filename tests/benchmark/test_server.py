@@ -11,13 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from typer.testing import CliRunner
 
-from hf_hyperdflash.benchmark.served.endpoint import (
-    EndpointSettings,
-    check_server,
-    measure,
-    read_counters,
-)
-from hf_hyperdflash.benchmark.served.served_counts import DraftCounters, sglang_counted, total
+from hf_hyperdflash.benchmark import server as asked
+from hf_hyperdflash.benchmark.server import DraftCounters, sglang_counted, total, vllm_counters
 from hf_hyperdflash.cli.app import app
 
 METRICS = """\
@@ -177,12 +172,12 @@ def server(serve):
     return serve(Server)
 
 
-def settings(server, **fields):
-    return EndpointSettings(**{"endpoint": server.root, "model": "tiny", "suites": ["gsm8k"], **fields})
+def measure(server, prompts, temperature=0.0, concurrency=1, max_new_tokens=2048, seed=0):
+    return asked.measure(asked.Server(server.root, "tiny", seed), prompts, temperature, concurrency, max_new_tokens)
 
 
 def test_turns_go_on_from_the_servers_own_answers(server):
-    figures = measure(settings(server, max_new_tokens=7, seed=3), [["one", "two"], ["three"]], 0.5, 1)
+    figures = measure(server, [["one", "two"], ["three"]], 0.5, max_new_tokens=7, seed=3)
     chats = [[(m["role"], m["content"]) for m in body["messages"]] for body in server.asked]
     assert chats == [
         [("user", "one")],
@@ -198,22 +193,22 @@ def test_turns_go_on_from_the_servers_own_answers(server):
 
 
 def test_the_servers_counters_of_this_run_and_of_this_target(server):
-    assert read_counters(settings(server)) == DraftCounters(10.0, [3.0, 3.0, 1.0])  # positions by number
-    figures = measure(settings(server), [["a"], ["b"], ["c"]], 0.0, 1)
+    assert vllm_counters(server.metrics(), "tiny") == DraftCounters(10.0, [3.0, 3.0, 1.0])  # positions by number
+    figures = measure(server, [["a"], ["b"], ["c"]])
     assert figures["rounds"] == 6 and figures["acceptance"] == [0.5, 0.5, 0.0] and figures["tau"] == 2.0
     assert figures["tau_of"] == "run"
 
 
 def test_a_server_that_counts_nothing(server):
     server.counts = False
-    figures = measure(settings(server), [["a"]], 0.0, 1)
+    figures = measure(server, [["a"]])
     assert figures["tau"] is None and figures["rounds"] is None and figures["acceptance"] == []
     assert figures["tau_of"] is None
 
 
 @pytest.mark.parametrize("latest", [2.225, None])  # with `--enable-metrics` and without
 def test_what_sglang_counts_of_each_answer(serve, latest):
-    figures = measure(settings(serve(SGLang, latest=latest)), [["a", "b"]], 0.0, 1)
+    figures = measure(serve(SGLang, latest=latest), [["a", "b"]])
     # Of 28 rounds 13 accepted a draft, 6 two, 5 three, 3 four, five and six; of 16 rounds 12, 11, 7, 7, 2, 2.
     of = [13 + 12, 6 + 11, 5 + 7, 3 + 7, 3 + 2, 3 + 2]
     assert (figures["rounds"], figures["tau_of"]) == (28 + 16, "run")
@@ -232,20 +227,20 @@ def test_answers_of_which_each_got_another_way_down_its_drafts():
 
 
 def test_an_sglang_that_counts_rounds_alone(serve):
-    figures = measure(settings(serve(SGLang, details=False)), [["a"], ["b"], ["c"]], 0.0, 1)
+    figures = measure(serve(SGLang, details=False), [["a"], ["b"], ["c"]])
     assert (figures["rounds"], figures["tau"], figures["acceptance"]) == (3, 2.0, [])  # 9 tokens, 3 by prompts
     assert figures["tau_of"] == "run"
 
 
 def test_an_sglang_that_tells_its_latest_interval_alone(serve):
-    figures = measure(settings(serve(SGLang, details=False, counters=False)), [["a"]], 0.0, 1)
+    figures = measure(serve(SGLang, details=False, counters=False), [["a"]])
     assert (figures["rounds"], figures["tau"], figures["acceptance"]) == (None, 2.225, [])
     assert figures["tau_of"] == "latest interval"
 
 
 @pytest.mark.parametrize("latest", [0.0, None])
 def test_an_sglang_that_does_not_draft_or_is_not_asked_to_tell(serve, latest):
-    figures = measure(settings(serve(SGLang, details=False, counters=False, latest=latest)), [["a"]], 0.0, 1)
+    figures = measure(serve(SGLang, details=False, counters=False, latest=latest), [["a"]])
     assert (figures["rounds"], figures["tau"], figures["tau_of"]) == (None, None, None)
 
 
@@ -267,7 +262,7 @@ def test_counters_of_a_server_that_has_drafted_nothing_before():
 @pytest.mark.parametrize("concurrency", [1, 2])
 def test_as_many_prompts_at_a_time_as_asked(server, concurrency):
     text = "together" if concurrency == 2 else "alone"  # those wait for each other: one at a time would never end
-    measure(settings(server), [[f"{text} {number}"] for number in range(4)], 0.0, concurrency)
+    measure(server, [[f"{text} {number}"] for number in range(4)], concurrency=concurrency)
     assert server.most == concurrency
 
 
@@ -317,7 +312,3 @@ def test_what_is_wrong_is_told(server, tmp_path, options, told):
         raise result.exception
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_server_that_serves_the_target(server):
-    check_server(settings(server, model="small"))

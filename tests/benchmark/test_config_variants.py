@@ -7,13 +7,12 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_hyperdflash import HyperDFlashConfig, bind
-from hf_hyperdflash.benchmark.doctor.other_settings import (
-    Setting,
+from hf_hyperdflash.benchmark.doctor.config_variants import (
+    Variant,
     cause_of,
-    compare_settings,
+    compare_variants,
     draft_every_round,
     leads_over_first,
-    matters,
 )
 from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.drafters.sampling import DraftSampler
@@ -51,9 +50,9 @@ def test_settings_are_tried_and_left():
     drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[1, -1])
     before = drafter.config.to_dict()
     texts = [prompt(30, seed) for seed in range(8)]
-    compared = compare_settings(target, drafter, texts, [10] * 8)
+    compared = compare_variants(target, drafter, texts, [10] * 8)
     assert drafter.config.to_dict() == before and compared.rounds == 8 * 19
-    names = [setting.name for setting in compared.others]
+    names = [variant.name for variant in compared.others]
     assert names == [  # layer 2 is the last one, which is read already
         "`target_layer_ids` [0, -1] instead of [1, -1]",
         "`sample_from_anchor` True",
@@ -119,4 +118,4 @@ def test_what_all_prompts_agree_on_is_more_than_chance():
     ],
 )
 def test_what_matters_does_so_in_both_measures(nats, tau, expected):
-    assert matters(Setting("", tau, Interval(nats, nats - 0.01, nats + 0.01)), 2.13) == expected
+    assert Variant("", tau, Interval(nats, nats - 0.01, nats + 0.01)).matters(2.13) == expected

@@ -6,18 +6,18 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import PromptLookupDrafter, load_drafter, load_target
-from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis
-from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
-from hf_hyperdflash.benchmark.doctor.lost_acceptance import (
-    LostAcceptance,
+from hf_hyperdflash.benchmark.doctor.ablations import (
     as_saved,
     compare,
+    count_rounds,
     encode,
+    fine_tune_briefly,
+    judge_changes,
     long_conversations,
-    report_changes,
-    teach,
     with_window,
 )
+from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis, Examination
+from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
 from hf_hyperdflash.training.adaptation.learner import Learner
 
 from ..conftest import MODELS, prompt, tiny_drafter, tiny_target
@@ -73,7 +73,7 @@ def test_a_copy_learns_from_rows_as_serving_records_them(monkeypatch):
 
     monkeypatch.setattr(Learner, "learn", recorded)
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
-    taught, steps, _ = teach(target, drafter, texts, [7, 8], seconds=1e3)
+    taught, steps, _ = fine_tune_briefly(target, drafter, texts, [7, 8], seconds=1e3)
     assert steps == len(learned) == 16
     lengths = (learned[0]["loss_mask"].flip(1).int().argmax(1) - learned[0]["loss_mask"].shape[1]).neg().tolist()
     expected = {len(row["input_ids"]): row for row in learning.replay.newest(2)}
@@ -83,9 +83,9 @@ def test_a_copy_learns_from_rows_as_serving_records_them(monkeypatch):
             torch.testing.assert_close(row[1:length], expected[length][name][1:], atol=1e-4, rtol=1e-4)
     assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
     assert any(not torch.equal(value, before[name]) for name, value in taught.state_dict().items())
-    assert teach(target, drafter, texts, [7, 8], seconds=0).steps == 1
+    assert fine_tune_briefly(target, drafter, texts, [7, 8], seconds=0)[1] == 1
     with pytest.raises(ValueError, match="too short to learn from"):  # of answers that ended at once
-        teach(target, drafter, [prompt(8)], [7], seconds=1)
+        fine_tune_briefly(target, drafter, [prompt(8)], [7], seconds=1)
 
 
 def test_a_precision_that_does_not_hold_the_drafter_is_named(tmp_path):
@@ -101,12 +101,19 @@ def test_a_precision_that_does_not_hold_the_drafter_is_named(tmp_path):
     half = load_drafter(tmp_path, target=target, dtype=torch.float16)
     saved = as_saved(half)
     half.bind(target)
-    lost = LostAcceptance(target, half, 12, 60.0)
     ids = encode(AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4"), [[text] for text in PROMPTS[:3]])
-    found = Diagnosis(changes=[compare("drafter dtype", "as saved", lost.rounds(ids), lost.rounds(ids, saved))])
-    report_changes(found)
+    rounds = [count_rounds(target, each, ids, 12, 60.0) for each in (half, saved)]
+    found = judged(changes=[compare("drafter dtype", "as saved", *rounds)])
     assert saved.dtype == torch.bfloat16 and found.changes[0].after > 1.5 > found.changes[0].before
     assert "was saved in the drafter has" in found.problems["drafter dtype"]
+
+
+def judged(**fields):
+    """What the changes of an examination mean."""
+    examined = Examination(None, None, None, found=Diagnosis(**fields))
+    for finding in judge_changes(examined):
+        examined.found.add(finding)
+    return examined.found
 
 
 def change(cause, before, after):
@@ -125,8 +132,7 @@ def change(cause, before, after):
     ],
 )
 def test_what_matters_is_named(changes, problems, remarks):
-    found = Diagnosis(changes=[change(*each) for each in changes])
-    report_changes(found)
+    found = judged(changes=[change(*each) for each in changes])
     assert list(found.problems) == problems and len(found.remarks) == remarks
     assert not [text for text in found.problems.values() if "{" in text]
 
@@ -134,6 +140,5 @@ def test_what_matters_is_named(changes, problems, remarks):
 @pytest.mark.parametrize("cause", ["layers", "anchor", "RoPE"])
 def test_a_window_is_not_named_beside_a_wrong_configuration(cause):
     """Who reads the wrong layers does better with less of them."""
-    found = Diagnosis(problems={cause: "so."}, changes=[change("position", 2, 3), change("thinking", 2, 3)])
-    report_changes(found)
+    found = judged(problems={cause: "so."}, changes=[change("position", 2, 3), change("thinking", 2, 3)])
     assert list(found.problems) == [cause, "thinking"]

@@ -1,1 +1,0 @@
-"""Measures a server with the prompt suites."""

@@ -11,7 +11,6 @@ import copy
 import json
 from pathlib import Path
 from pickle import UnpicklingError
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ..drafters.configuration import DrafterConfig
+from ..drafters.parts.block_attention import SLIDING
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import (
     HubOptions,
@@ -37,15 +37,31 @@ from ..drafters.weights import (
     weight_files,
 )
 from ..targets.registry import target_of
-from .kinds import KINDS, DrafterKind, layout_module
+from .kinds import KINDS, DrafterKind, named
+from .layouts.table import Layout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _ROWS_COMPARED, _SAME_WAY = 256, 0.9  # of a copy and a fine-tuned target, and the mean cosine of their angles
 # Layouts that can be written, too.
-_WRITTEN = {name: module for kind in KINDS for name, module in kind.writes.items()}
+_WRITTEN = {name: path for kind in KINDS for name, path in kind.writes.items()}
 FORMATS = tuple(_WRITTEN)
+# Fields that change what is drafted, by themselves.
+_ALWAYS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "hidden_act", "rms_norm_eps", "attention_bias", "target_layer_ids", "block_size",
+    "mask_token_id", "sample_from_anchor", "draft_vocab_size", "final_logit_softcapping", "sequential_head",
+    "conv_kernel_size", "confidence_head",
+)  # fmt: skip
+# How a drafter is loaded that needs no word for a field.
+_NO_WINDOW = (
+    ": load it with `from_pretrained(..., sliding_window=None)`, whose drafts are the same up to that many tokens"
+)
+_WITHOUT = {
+    "sliding_window": _NO_WINDOW, "window_from": _NO_WINDOW,
+    "confidence_temperatures": ": load it with `from_pretrained(..., confidence_temperatures=None)`",
+}  # fmt: skip
 _QUANTIZED = ("quantization_config", "compression_config", "quantization")  # in config.json; the last is MLX's
 # Drafters that are not read, by a part of what their config.json calls them.
 _NOT_READ = {
@@ -90,11 +106,9 @@ def load_foreign(
     check_not_quantized(fields, name, folder)
     config: DrafterConfig = layout.read(fields, name)
     tensors = _tensors(folder, kind.files, name)
-    if hasattr(layout, "rename"):
-        tensors = layout.rename(tensors)
+    tensors = {ours: tensor for key, tensor in tensors.items() if (ours := layout.rename(key)) is not None}
     warn_of_untrained(tensors, name)
-    if hasattr(layout, "settle"):
-        layout.settle(config, tensors, fields)
+    layout.complete(config, tensors, fields)
     if hasattr(config, "own_embedding"):
         config.own_embedding |= _has_own("embed_tokens", tensors, target)
         if config.draft_vocab_size == config.vocab_size and not _has_own("lm_head", tensors, target):
@@ -105,13 +119,9 @@ def load_foreign(
     if target is not None and not hasattr(config, "own_embedding"):
         _check_copies(tensors, target, name)
     own = {"embed_tokens.weight"} if getattr(config, "own_embedding", False) else set()
-    # speculators' `hc_head_...` are the target's, of its loss.
-    copies = ("embed_tokens.weight", "t2d", "d2t", "hc_head_fn", "hc_head_base", "hc_head_scale")
-    for copied in (*copies, *(() if has_own_head else ("lm_head.weight",))):
+    for copied in ("embed_tokens.weight", "t2d", "d2t", *(() if has_own_head else ("lm_head.weight",))):
         if copied not in own:
             tensors.pop(copied, None)
-    # What PyPI's dflash saves itself; what it and others read is without the end.
-    tensors = {key.replace("_codebook.weight", "_codebook"): tensor for key, tensor in tensors.items()}
     drafter: Any = kind.drafter(config)
     wanted = drafter.state_dict()
     check_names(
@@ -174,12 +184,12 @@ def foreign_without_weights(fields: dict[str, Any], name: str) -> SavedDrafter:
     return cast(SavedDrafter, kind.drafter(layout.read(fields, name)))
 
 
-def foreign_layout(fields: dict[str, Any]) -> tuple[DrafterKind, ModuleType] | None:
-    """Return the kind that a drafter of another program is read as, and the module that reads its config.json; `None`
-    if that is in no layout that is read."""
+def foreign_layout(fields: dict[str, Any]) -> tuple[DrafterKind, Layout] | None:
+    """Return the kind that a drafter of another program is read as, and the layout of its config.json; `None` if that
+    is in no layout that is read."""
     if "hyperdflash_version" in fields or kind_not_read(fields):
         return None
-    layouts = ((kind, layout_module(path)) for kind in KINDS for path in kind.reads)
+    layouts = ((kind, named(path)) for kind in KINDS for path in kind.reads)
     return next(((kind, layout) for kind, layout in layouts if layout.fits(fields)), None)
 
 
@@ -190,7 +200,7 @@ def kind_not_read(fields: dict[str, Any]) -> str:
     return next((kind for part, kind in _NOT_READ.items() if part in words), "")
 
 
-def _layout_of(fields: dict[str, Any], name: str) -> tuple[DrafterKind, ModuleType]:
+def _layout_of(fields: dict[str, Any], name: str) -> tuple[DrafterKind, Layout]:
     found = foreign_layout(fields)
     if found is None:
         kind = kind_not_read(fields)
@@ -275,8 +285,41 @@ def _are_rows_of(own: torch.Tensor, copied: torch.Tensor) -> bool:
     return float(torch.cosine_similarity(theirs, ours, dim=-1).mean()) > _SAME_WAY
 
 
-def _layout(format: str) -> ModuleType:
-    return layout_module(_WRITTEN[format])
+def _changed(config: HyperDFlashConfig, layout: Layout) -> list[str]:
+    """Return what a drafter would be read as that is written in a layout, where that is another."""
+    try:
+        again = layout.read(layout.write(config), "what would be written")
+    except ValueError as error:
+        return [str(error)]
+    ours, theirs = _meaning(config), _meaning(cast(HyperDFlashConfig, again))
+    return [
+        f"`{name}` is {value!r}, and there it would be {theirs[name]!r}{_WITHOUT.get(name, '')}"
+        for name, value in ours.items()
+        if theirs.get(name, value) != value
+    ]
+
+
+def _meaning(config: HyperDFlashConfig) -> dict[str, Any]:
+    """Return the fields of a configuration that change what is drafted, without those that change nothing beside
+    others."""
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type") == "default":
+        rope = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    slides, has_head = SLIDING in config.kinds, config.sequential_head != "none"
+    is_causal = slides or config.causal_layers == "all"
+    told = {
+        **{name: getattr(config, name) for name in _ALWAYS},
+        "rope_parameters": rope,
+        "sliding_window": config.sliding_window if slides else None,
+        "causal_layers": config.causal_layers if is_causal else "none",
+    }
+    told |= {"layer_types": config.kinds, "window_from": config.window_from} if slides else {}
+    candidates = config.head_candidates or config.draft_vocab_size or config.vocab_size
+    told |= {"head_rank": config.head_rank, "head_candidates": candidates} if has_head else {}
+    told |= {"conv_group_size": config.conv_group_size} if config.conv_kernel_size else {}
+    told |= {"confidence_temperatures": config.confidence_temperatures} if config.confidence_head else {}
+    reads_token = config.confidence_head and has_head
+    return told | ({"confidence_reads_token": config.confidence_reads_token} if reads_token else {})
 
 
 def check_expressible(config: HyperDFlashConfig, format: str, has_target: bool) -> None:
@@ -284,7 +327,7 @@ def check_expressible(config: HyperDFlashConfig, format: str, has_target: bool) 
     holds a part of the target, which is not given."""
     if format not in FORMATS:
         raise ValueError(f"`format` is {format!r}, expected one of {FORMATS}.")
-    is_mean = config.reducer == "stream_mean"
+    is_mean, layout = config.reducer == "stream_mean", named(_WRITTEN[format])
     obstacles = {
         f"its reducer is {config.reducer!r}, and the layout knows only a dense projection, `fc`, of one stream or of "
         "the mean of several": config.reducer != "fc" and not is_mean,
@@ -294,18 +337,17 @@ def check_expressible(config: HyperDFlashConfig, format: str, has_target: bool) 
         in (config.target_layer_ids or ()),
         "it has a mask vector of its own, and the layout a token of the target's": config.mask_token_id is None,
         "its width differs from the target's": config.hidden_size != config.target_hidden_size,
-        **_layout(format).obstacles(config),
     }
-    reasons = [reason for reason, holds in obstacles.items() if holds]
+    reasons = [reason for reason, holds in obstacles.items() if holds] or _changed(config, layout)
     if reasons:
         raise ValueError(
             f"This drafter cannot be written in the {format} layout: {'; '.join(reasons)}. Serve it with "
             "transformers, or train a `reducer='fc'` drafter over intermediate layers of a target with one residual "
             "stream."
         )
-    if format == "deepspec" and not has_target:
+    if layout.copies_target and not has_target:
         raise ValueError(
-            "DeepSpec's layout holds copies of the target's embedding and LM head: give the target (`target=`, or "
+            f"The {format} layout holds copies of the target's embedding and LM head: give the target (`target=`, or "
             "`--target` on the command line)."
         )
 
@@ -348,13 +390,13 @@ def export_dflash(
         drafter.check_target(seen := target_of(target))
         config = copy.copy(config)
         config.target_num_layers = config.target_num_layers or seen.config.num_hidden_layers
-    layout = _layout(format)
+    layout: Layout = named(_WRITTEN[format])
     tensors = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
     if "draft_ids" in tensors:
         ids = tensors.pop("draft_ids")
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    if target is not None and format == "deepspec":
+    if target is not None and layout.copies_target:
         tensors |= {name: copied[: config.vocab_size] for name, copied in _copies(target).items()}
     fields = {**layout.write(config), "dtype": str(drafter.dtype).removeprefix("torch.")}
     folder.mkdir(parents=True, exist_ok=True)
@@ -365,7 +407,7 @@ def export_dflash(
             f"The weights cannot be written to {folder} ({error}). Make room there, or choose another folder."
         ) from error
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    return cast(str, layout.served(config, folder))
+    return layout.served(config, folder)
 
 
 def _copies(target: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -59,6 +58,7 @@ from .gguf import (
 )
 from .gguf_cache import cached
 from .kinds import KINDS, DrafterKind, kind_in
+from .layouts.table import Layout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,12 +79,12 @@ class FoundDrafter(NamedTuple):
 
     Attributes:
         kind: What it is.
-        layout: The module that reads it, if another program wrote it.
+        layout: How its config.json is read, if another program wrote it.
         is_targets_own: Whether it is in the checkpoint of its target, a DeepSeek-V4.
     """
 
     kind: DrafterKind
-    layout: ModuleType | None = None
+    layout: Layout | None = None
     is_targets_own: bool = False
 
     def __str__(self) -> str:
@@ -437,7 +437,7 @@ def check_made_for(target: str, drafter: str, num_draft_tokens: int | str | None
     DeepSeek-V4's checkpoint, and drafters whose sizes only their weights tell.
     """
     found = check_drafter(drafter)
-    is_sized_later = bool(found.layout) and found.kind.sized_by_weights
+    is_sized_later = found.layout is not None and found.layout.is_sized_by_tensors
     target, options = name_in_gguf(target, {})
     if found.is_targets_own or is_sized_later or (not options and "auto_map" in _configuration(target, "target")):
         return

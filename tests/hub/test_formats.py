@@ -213,8 +213,8 @@ def test_what_cannot_be_expressed_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"window.*`from_pretrained\(\.\.\., sliding_window=None\)`"):
         export_dflash(plain, tmp_path / "out")
     for fields, why in (
-        ({"sliding_window": 8, "window_from": "slot"}, "a window counts from the anchor"),
-        ({"causal_layers": "all"}, "full attention is never causal"),
+        ({"sliding_window": 8, "window_from": "slot"}, "`window_from` is 'slot', and there it would be 'anchor'"),
+        ({"causal_layers": "all"}, "`causal_layers` is 'all', and there it would be 'none'"),
     ):
         causal = tiny_drafter(qwen3(), reducer="fc", target_layer_ids=[0], **fields)
         with pytest.raises(ValueError, match=why):
@@ -228,10 +228,10 @@ def test_what_cannot_be_expressed_is_refused(tmp_path):
     ("change", "message"),
     [
         ({"dflash_config": None, "architectures": None}, "is no drafter: expected a config.json"),
-        ({"dflash_config": None}, "lacks `target_layer_ids` .None."),
+        ({"dflash_config": None}, "lacks `mask_token_id`"),
         ({"dflash_config": {"target_layer_ids": [0, 3], "mask_token_id": 1, "block_size": 5}}, "last layer's output"),
         ({"dflash_config": {"target_layer_ids": [2, 0], "mask_token_id": 1, "block_size": 5}}, "ascending"),
-        ({"dflash_config": {"target_layer_ids": [0, 2], "block_size": 5}}, "`mask_token_id` .None."),
+        ({"dflash_config": {"target_layer_ids": [0, 2], "block_size": 5}}, "lacks `mask_token_id`"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "but its `sliding_window` is None"),
         (
             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": False},
@@ -273,10 +273,10 @@ def test_what_cannot_be_read_is_refused(target, tmp_path, change, message):
     [
         ({"transformer_layer_config": None}, "`transformer_layer_config` .* is None, expected a dictionary"),
         ({"speculators_config": 3}, "`speculators_config` .* is 3, expected a dictionary"),
-        ({"aux_hidden_state_layer_ids": None}, "lacks `target_layer_ids`"),
+        ({"aux_hidden_state_layer_ids": None}, "lacks `aux_hidden_state_layer_ids`"),
         ({"aux_hidden_state_layer_ids": ["1"]}, "expected integers"),
-        ({"block_size": None}, "`block_size` .None."),
-        ({"mask_token_id": None}, "`mask_token_id` .None."),
+        ({"block_size": None}, "lacks `block_size`"),
+        ({"mask_token_id": None}, "lacks `mask_token_id`"),
         ({"mask_token_id": "1"}, "`mask_token_id` is '1', expected an integer"),
     ],
 )

@@ -22,8 +22,7 @@ os.environ["HF_HYPERDFLASH_GGUF_CACHE"] = "0"  # what tests read stays out of th
 
 # Whole scripts, notebooks and pages, each a process that imports everything or a run of training.
 NIGHTLY = tuple(
-    f"tests/{place}"
-    for place in ("examples/", "experiments/", "tools/", "test_notebook.py", "test_scripts.py", "test_snippets")
+    f"tests/{place}" for place in ("examples/", "experiments/", "tools/", "test_scripts.py", "test_snippets")
 )
 
 

@@ -232,19 +232,3 @@ assert "from up to 24 prompts" in said.getvalue(), said.getvalue()
     assert done.returncode == 0, done.stderr
     missing, *diagnosis = done.stdout.strip().splitlines()
     assert float(missing) in (0, -1) and diagnosis[-1] != "Problems found."
-
-
-def test_the_drawing_of_the_rooms_is_the_codes():
-    script = PACKAGE.parent / "docs" / "draw_rooms.py"
-    assert subprocess.run([sys.executable, script, "--check"], check=False).returncode == 0, f"run {script.name}"
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_functions_say_first_what_they_do(module):
-    """Their docstrings begin with a verb, where a property's may name what it is."""
-    functions = [
-        node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.FunctionDef)
-    ]
-    described = [(node, ast.get_docstring(node)) for node in functions if not node.decorator_list]
-    nouns = "A After An As Each How In It Of One Some That The Those What Where Whether Which Who".split()
-    assert not [node.name for node, said in described if said and said.split()[0].rstrip(",:") in nouns]

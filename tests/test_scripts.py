@@ -71,13 +71,3 @@ def test_a_script_names_the_package_that_it_lacks(script, package, told):
     result = python("-c", lacking + f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')")
     assert result.returncode == 1 and result.stderr.startswith("Error: ") and told in result.stderr
     assert len(result.stderr.splitlines()) == 1
-
-
-SCRIPTS = sorted(path for folder in ("examples", "experiments") for path in (ROOT / folder).rglob("*.py"))
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_that_loads_a_target_loads_its_tokenizer_alike(script):
-    """`AutoTokenizer` cannot read a GGUF file by its path, which `load_target` takes."""
-    source = script.read_text(encoding="utf-8")
-    assert "load_target(" not in source or "AutoTokenizer" not in source

@@ -1,5 +1,6 @@
 """The pair that ships with the repository, and the README's first command on it."""
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -145,3 +146,10 @@ def test_quickstart(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "speedup" in result.stdout and "yes" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readmes_first_snippet(capsys, monkeypatch):
+    monkeypatch.chdir(MODELS.parent.parent)
+    exec(re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL)[0], {})
+    text, _, tau = capsys.readouterr().out.strip().removesuffix(" tokens a round").rpartition(" ")
+    assert "The number of marbles is 12 + 24 = 24 marbles." in text and float(tau) > 2  # docs/index.md's

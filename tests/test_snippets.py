@@ -5,6 +5,7 @@ What a page has on the Hub lies in folders of the same names beside it, small an
 """
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -198,3 +199,24 @@ def test_commands_have_their_flags(page):
             known = {name for option in ours[words[program + 1]].params for name in option.opts}
         given = {word.partition("=")[0] for word in command if word.startswith("--")}
         assert given - {"--"} <= known | OF_OTHERS, (given - known, command)
+
+
+def test_the_first_text_is_as_the_page_shows_it():
+    page = (ROOT / "docs" / "index.md").read_text()
+    (asked,) = re.findall(r'--show "(.*)"', page)
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    models = ROOT / "examples" / "models"
+    pair = ["--target", models / "tiny-deepseek-v4", "--drafter", models / "tiny-deepseek-v4-hyperdflash"]
+    terminal = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm"}
+    code = "from hf_hyperdflash.cli.app import run; run()"
+    ran = python("-c", code, "generate", *pair, "--show", asked, env=terminal)
+    assert ran.returncode == 0, ran.stderr
+    beneath, colours = r"\x1bD.*?\x1b8", r"\x1b\[[\d;]*m"
+    printed = re.sub(f"{beneath}|{colours}", "", ran.stdout, flags=re.DOTALL)
+    without_speed = [re.sub(r"(?:[\d.]+|…) tokens/s", "", text) for text in (printed + ran.stderr, shown)]
+    said, lines = (
+        " ".join(without_speed[0].split()),
+        [" ".join(line.split()) for line in without_speed[1].splitlines()],
+    )
+    assert [line for line in lines if line not in said] == []
+    assert "Loading weights" not in ran.stderr  # transformers' bar, which a pipe does not need

@@ -19,7 +19,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_hyperdflash.cli.models import check_writable
+from hf_hyperdflash.cli.session import check_writable
 from hf_hyperdflash.hub.loading import check_target
 
 MOST_BARREN = 20

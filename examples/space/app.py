@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import gradio as gr
 from transformers.generation.streamers import BaseStreamer
+from views import text_html, tree_html, tree_text  # beside this file, which is where Python looks first
 
-from hf_hyperdflash.cli.display.text import Piece, Pieces, text_html
-from hf_hyperdflash.cli.display.tree import tree_html, tree_text
-from hf_hyperdflash.cli.models import load
+from hf_hyperdflash.cli.display.text import Piece, Pieces
+from hf_hyperdflash.cli.session import Session
 from hf_hyperdflash.decoding.stats import SpeculationStats, VerifiedTree, keep_trees
 from hf_hyperdflash.training.data.encoding import encode_prompts
 
@@ -72,7 +72,9 @@ class Pair(NamedTuple):
 
 @cache
 def pair_of(target: str, drafter: str) -> Pair:
-    model, tokenizer, drafters = load(target, [drafter], None, None, None, False)
+    session = Session(target)
+    session.check([(drafter, None)])
+    model, tokenizer, drafters = session.load([drafter])
     pair = Pair(model, tokenizer, drafters[drafter])
     for assistant in (None, pair.drafter):  # what happens once only is no part of what is measured
         model.generate(ids_of(pair, PROMPTS[0]), assistant_model=assistant, max_new_tokens=16)

@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import BadParameter, Option
 
 from . import options
-from .models import announce, check_loadable, check_text, check_writable, use_cache_if_offline
+from .session import Session, announce, check_text, check_writable, use_cache_if_offline, with_session
 
 
 def _top_p(value: float) -> float:
@@ -18,8 +18,9 @@ def _top_p(value: float) -> float:
     return value
 
 
+@with_session
 def answers(
-    target: options.Target,
+    session: Session,
     data: Annotated[list[str], Option(help="A .jsonl, .json or .parquet file or a Hub name; repeatable.")],
     output: Annotated[
         Path, Option(dir_okay=False, help="A .jsonl file of conversations; a stopped run continues there.")
@@ -37,26 +38,31 @@ def answers(
     temperature: options.Temperature = 0.0,
     top_p: Annotated[float, Option(callback=_top_p, help="Of sampling: more than 0 and at most 1.")] = 1.0,
     seed: options.Seed = 0,
-    dtype: options.Dtype = None,
-    device_map: options.DeviceMap = None,
-    threads: options.Threads = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Let the target answer a dataset's prompts: drafters that are trained on its own answers accept more."""
     check_writable(output.parent)
     check_text(question_suffix, "`--question-suffix`")
+    target = session.target
     use_cache_if_offline(target, *data)
-    check_loadable(target, [], device_map)
+    session.check()
     import torch
 
-    from ..hub.loading import default_dtype, load_target, load_tokenizer
+    from ..hub.loading import load_tokenizer
     from ..training.data.answers import AnswerSettings, WrittenAnswers, check_tokenizer, read_conversations
     from ..training.data.templates import read_chat_template
 
     settings = AnswerSettings(
-        question_suffix, max_prompt_length, max_new_tokens, temperature, top_p, thinking, seed, dtype, batch_size
+        question_suffix,
+        max_prompt_length,
+        max_new_tokens,
+        temperature,
+        top_p,
+        thinking,
+        seed,
+        session.dtype,
+        batch_size,
     )
-    tokenizer = load_tokenizer(target, trust_remote_code)
+    tokenizer = load_tokenizer(target, session.trust_remote_code)
     if chat_template:
         tokenizer.chat_template = read_chat_template(chat_template, "--chat-template")
     check_tokenizer(target, tokenizer, thinking)
@@ -67,12 +73,9 @@ def answers(
         if written.answers:
             print(f"{len(written.answers)} rows are in {output} already, {len(waiting)} prompts to answer.")
         announce("target", target)
-        if threads:
-            torch.set_num_threads(threads)
-        device_map = device_map or ("cuda" if torch.cuda.is_available() else "cpu")
-        if dtype is None and (dtype := default_dtype(target, is_exact=False)) == "bfloat16" and device_map == "cpu":
+        model = session.load_target(is_exact=False)
+        if session.dtype is None and model.dtype == torch.bfloat16 and model.device.type == "cpu":
             print("In bfloat16, which this CPU multiplies faster; `--dtype float32` for float32.", file=sys.stderr)
-        model = load_target(target, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
         written.add(model, tokenizer, conversations, settings)
     else:
         print(f"All {len(conversations)} prompts are answered already.")

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from typer import Option
 
 from . import options
-from .models import announce, check_writable, load, use_cache_if_offline
+from .session import Session, announce, check_writable, use_cache_if_offline, with_session
 
 if TYPE_CHECKING:
     import torch
 
 
+@with_session
 def calibrate(
-    target: options.Target,
+    session: Session,
     drafter: Annotated[
         Path, Option(exists=True, file_okay=False, help="Folder of a saved drafter with a confidence head.")
     ],
@@ -33,15 +34,12 @@ def calibrate(
         Path | None, Option(file_okay=False, help="Folder of a report with a picture; none if unset.")
     ] = None,
     seed: options.Seed = 0,
-    dtype: options.Dtype = None,
-    device_map: options.DeviceMap = None,
-    threads: options.Threads = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Fit a drafter's confidence temperatures on held-out answers and write them into its config.json."""
-    prompts = _prompts(target, drafter, data, limit, max_new_tokens, output, trust_remote_code)
-    announce("target", target)
-    model, _, loaded = load(target, [str(drafter)], dtype, device_map, threads, trust_remote_code)
+    prompts = _prompts(session, drafter, data, limit, max_new_tokens, output)
+    announce("target", session.target)
+    session.check([(str(drafter), None)])
+    model, _, loaded = session.load([str(drafter)])
     import torch
 
     from ..benchmark import calibration, report
@@ -63,7 +61,7 @@ def calibrate(
 
 
 def _prompts(
-    target: str, drafter: Path, data: str, limit: int | None, max_new_tokens: int, output: Path | None, trust: bool
+    session: Session, drafter: Path, data: str, limit: int | None, max_new_tokens: int, output: Path | None
 ) -> list[torch.Tensor]:
     """Return the tokens of the prompts. Errors in them, or in folders to write to, are raised before models are
     loaded."""
@@ -71,7 +69,7 @@ def _prompts(
         if folder is not None:
             check_writable(folder)
     announce("data", data)
-    use_cache_if_offline(target, data)
+    use_cache_if_offline(session.target, data)
     from ..benchmark.calibration import check_amount, check_confidence
     from ..benchmark.figures import import_matplotlib
     from ..hub import loading
@@ -84,8 +82,8 @@ def _prompts(
     check_confidence(kind.config.from_pretrained(drafter))
     if output is not None:
         import_matplotlib()
-    loading.check_target(target)
+    loading.check_target(session.target)
     rows = add_file_positions(load_rows(data), data)
     count = min(len(rows), limit or len(rows))
     check_amount(count, max_new_tokens)
-    return encode_prompts(loading.load_tokenizer(target, trust), rows.select(range(count)))
+    return encode_prompts(loading.load_tokenizer(session.target, session.trust_remote_code), rows.select(range(count)))

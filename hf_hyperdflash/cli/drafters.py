@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ..hub.published import PUBLISHED, PublishedDrafter, as_text, hub_drafters, known_drafters
-from .models import why_unreachable
 from .options import PROMPT_LOOKUP
+from .session import why_unreachable
 
 _NONE = """\
 No drafter is known for {target}. What remains:

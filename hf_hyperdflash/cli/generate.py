@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from . import options
-from .models import announce, check_text, load, use_cache_if_offline
+from .session import Session, announce, check_text, use_cache_if_offline, with_session
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 _WARM_UP, _WARM_UP_DRAFTED = 8, 32
 
 
+@with_session
 def generate(
-    target: options.Target,
+    session: Session,
     drafter: options.Drafter,
     prompt: Annotated[str, typer.Argument(help='What to ask, as one chat turn: "What is 2 + 3?".')],
     max_new_tokens: options.NewTokens = 256,
@@ -44,10 +45,6 @@ def generate(
         typer.Option("--compare", help="Answer without the drafter first, show both side by side, and a table."),
     ] = False,
     seed: options.Seed = 0,
-    dtype: options.Dtype = None,
-    device_map: options.DeviceMap = None,
-    threads: options.Threads = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Answer a prompt with a drafter's help, as it is written, and say how well the drafter did."""
     if not prompt.strip():
@@ -57,9 +54,10 @@ def generate(
     if not encoding.startswith(("utf", "gb18030")):
         has_all = "PYTHONIOENCODING=utf-8 prints all characters"
         print(f"Characters that {encoding} does not have are printed as escapes; {has_all}.", file=sys.stderr)
-    announce("target", target)
-    use_cache_if_offline(target, drafter)
-    model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code, num_draft_tokens)
+    announce("target", session.target)
+    use_cache_if_offline(session.target, drafter)
+    session.check([(drafter, num_draft_tokens)])
+    model, tokenizer, loaded = session.load([drafter])
     import torch
     from rich.console import Console
     from transformers import TextStreamer

@@ -15,7 +15,7 @@ import typer
 from typer import Option
 
 from . import options
-from .models import announce, check_loadable, check_writable, load, load_checked, use_cache_if_offline
+from .session import Session, announce, check_writable, use_cache_if_offline, with_session
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,16 +28,13 @@ Shape = tuple[int | str, int | str | None, bool]
 Compared = tuple[str, "Drafter", Sequence[Shape]]  # a drafter's name, the drafter, and its shapes
 
 
+@with_session
 def doctor(
-    target: options.Target,
+    session: Session,
     drafter: options.Drafter,
     max_new_tokens: Annotated[
         int | None, Option(min=3, help="Most new tokens per prompt; 64, or down to 32 on a slow machine, if unset.")
     ] = None,
-    dtype: options.Dtype = None,
-    device_map: options.DeviceMap = None,
-    threads: options.Threads = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     context: Annotated[
         int | None, Option(min=1, help="Tokens of your texts, for what rounds cost; 512 if unset, 128 if quick.")
     ] = None,
@@ -77,9 +74,10 @@ def doctor(
         check_writable(output)
         import_matplotlib()  # for the page
     began = time.monotonic()
-    announce("target", target)
-    use_cache_if_offline(target, drafter)
-    model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code)
+    announce("target", session.target)
+    use_cache_if_offline(session.target, drafter)
+    session.check([(drafter, None)])
+    model, tokenizer, loaded = session.load([drafter])
     from ..benchmark.doctor.examine import PROMPTS, examine
 
     if endpoint is not None:
@@ -122,8 +120,9 @@ def doctor(
         raise typer.Exit(1)
 
 
+@with_session
 def benchmark(
-    target: options.Target,
+    session: Session,
     output: options.Output,
     drafter: options.Drafters = None,
     mtp: Annotated[
@@ -147,31 +146,27 @@ def benchmark(
     limit: options.Limit = None,
     max_new_tokens: options.NewTokensOfRounds = 2048,
     seed: options.Seed = 0,
-    dtype: options.Dtype = None,
-    device_map: options.DeviceMap = None,
-    threads: options.Threads = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
     if endpoint is not None:
         ours = {"--drafter": drafter, "--mtp": mtp, "--prompt-lookup": prompt_lookup, "--mode": mode}
         _measure_server(
-            endpoint, target, output, ours, suite, data, temperature, concurrency, limit, max_new_tokens, seed
+            endpoint, session.target, output, ours, suite, data, temperature, concurrency, limit, max_new_tokens, seed
         )
         return
     if concurrency:
         raise ValueError(f"`--concurrency` is {concurrency}, but only servers are asked so: add `--endpoint`.")
     named = _parse_drafters(drafter, mtp or prompt_lookup)
-    use_cache_if_offline(target, *(path for *_, path in named), data or "suites")
-    settings = _make_settings(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
-    requested = [(path, count) for _, count, *_, path in named] + [(target, None)] * bool(mtp)
-    model, tokenizer, loaded = _load_all(settings, target, requested, dtype, device_map, threads, trust_remote_code)
+    use_cache_if_offline(session.target, *(path for *_, path in named), data or "suites")
+    settings = _make_settings(session.target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
+    requested = [(path, count) for _, count, *_, path in named] + [(session.target, None)] * bool(mtp)
+    model, tokenizer, loaded = _load_all(settings, session, requested)
     from ..drafters.without_weights.prompt_lookup import PromptLookupDrafter
     from ..hub.kinds import title
 
     compared: list[Compared] = []
     if mtp:
-        target_drafter = loaded[target]
+        target_drafter = loaded[session.target]
         compared.append(
             (
                 title(target_drafter.config),
@@ -185,8 +180,9 @@ def benchmark(
     _run(model, tokenizer, compared, settings, output)
 
 
+@with_session
 def sweep(
-    target: options.Target,
+    session: Session,
     output: options.Output,
     drafter: options.Drafters = None,
     num_draft_tokens: Annotated[
@@ -200,23 +196,19 @@ def sweep(
     limit: options.Limit = None,
     max_new_tokens: options.NewTokensOfRounds = 2048,
     seed: options.Seed = 0,
-    dtype: options.Dtype = None,
-    device_map: options.DeviceMap = None,
-    threads: options.Threads = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Find the number of drafted tokens per round that is fastest on each suite. The target's own drafter (MTP or
     DSpark) is found where the target is: `--drafter TARGET`."""
     named = _parse_drafters(drafter)
-    use_cache_if_offline(target, *(path for *_, path in named), data or "suites")
-    settings = _make_settings(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
+    use_cache_if_offline(session.target, *(path for *_, path in named), data or "suites")
+    settings = _make_settings(session.target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
     for name, _, _, learns, path in named:
         if learns:
             raise ValueError(
                 f"`--drafter` has {name or path} (adaptive), but what learns cannot be swept: leave it out."
             )
     requested = [(path, max(num_draft_tokens or (), default=count)) for _, count, *_, path in named]
-    model, tokenizer, loaded = _load_all(settings, target, requested, dtype, device_map, threads, trust_remote_code)
+    model, tokenizer, loaded = _load_all(settings, session, requested)
     compared: list[Compared] = []
     for name, assistant, _, nodes, _ in _bind_all(model, named, loaded):
         counts = num_draft_tokens or range(1, 1 + (assistant.max_draft_tokens or 6))
@@ -274,14 +266,13 @@ def _make_settings(
 
 
 def _load_all(
-    settings: BenchmarkSettings, target: str, requested: list[tuple[str, int | str | None]], dtype: str | None,
-    device_map: str | None, threads: int | None, trust_remote_code: bool,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Drafter]]:  # fmt: skip
-    """Load models as [`load`] does. Errors in their folders are raised before suites are read, and maybe downloaded;
-    errors in suites are raised before models are loaded."""
-    check_loadable(target, requested, device_map)
+    settings: BenchmarkSettings, session: Session, requested: list[tuple[str, int | str | None]]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Drafter]]:
+    """Load target, tokenizer and drafters. Errors in their folders are raised before suites are read, and maybe
+    downloaded; errors in suites are raised before models are loaded."""
+    session.check(requested)
     settings.prompts()
-    return load_checked(target, [path for path, _ in requested], dtype, device_map, threads, trust_remote_code)
+    return session.load([path for path, _ in requested])
 
 
 def _suites(suite: list[str] | None, data: Path | None) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from .models import announce, check_writable, use_cache_if_offline
 from .options import SavedDrafter, check_dtype
+from .session import announce, check_writable, use_cache_if_offline
 
 
 def card(

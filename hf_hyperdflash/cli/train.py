@@ -8,7 +8,7 @@ import sys
 import typer
 
 from ..training.flags import help_text
-from .models import use_cache_if_offline
+from .session import use_cache_if_offline
 
 _SOURCES = ("--target", "--drafter", "--dataset", "--eval_dataset")
 

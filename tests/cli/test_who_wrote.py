@@ -21,11 +21,12 @@ from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.cli.display.live_line import LiveLine, column_after
-from hf_hyperdflash.cli.display.text import BY_HEAD, pieces_of
+from hf_hyperdflash.cli.display.text import BY_HEAD
 from hf_hyperdflash.cli.display.who_wrote import COLOURS, TARGET, WhoWrote, position_style
 from hf_hyperdflash.decoding.stats import keep_trees
 
 from ..conftest import MODELS, half_right, prompt, tiny_target
+from ..helpers.pieces import pieces_of
 
 
 @pytest.mark.parametrize("budget", [None, 9])

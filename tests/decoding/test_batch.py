@@ -722,7 +722,7 @@ def test_a_pipeline_batches(qwen3):
         (dict(streamer=BaseStreamer()), "`streamer` was passed for 4 texts"),
         (dict(output_hidden_states=True), "`output_hidden_states` was asked for of 4 texts"),
         (dict(output_attentions=True), "`output_attentions` was asked for of 4 texts"),
-        (dict(attention_mask=torch.tensor([[1] * 14] * 2 + [[1] * 12 + [0] * 2] * 2)), "ends in padding in row 2"),
+        (dict(attention_mask=torch.tensor([[1] * 14] * 2 + [[1] * 13 + [0]] * 2)), "ends in padding in row 2"),
     ],
 )
 def test_what_cannot_be_done_for_several_texts_is_refused_before_any_work(qwen3, monkeypatch, asked, expected):

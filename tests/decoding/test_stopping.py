@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,19 +58,6 @@ CRITERIA = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 12), st.int
 
 def written(tokens: list[int]) -> TokenBuffer:
     return TokenBuffer(torch.tensor([tokens]), 0, None, None)
-
-
-class Broken(StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        return [torch.tensor([False])][len(input_ids)]
-
-
-def test_an_index_error_of_a_criterion_is_its_own_unless_rows_were_asked_about_alone():
-    text, criteria = written([1, 2]), StoppingCriteriaList([Broken()])
-    with pytest.raises(IndexError):
-        Stopping(criteria)(2, text, ())
-    with pytest.raises(ValueError, match="looks at texts that are not there"):
-        Stopping(criteria, is_one_of_several=True)(2, text, ())
 
 
 @settings(deadline=None, max_examples=250)

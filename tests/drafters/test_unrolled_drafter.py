@@ -103,6 +103,13 @@ class Listening(DraftSampler):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("shift", [True, False])
+def test_a_specblock_drafter_has_a_shift_between_two_layers(shift):
+    drafter = unrolled("specblock", small_target([SLIDING]), num_hidden_layers=3, shift=shift)
+    saved = {name for name in drafter.state_dict() if name.startswith("shift_proj.")}
+    assert saved == ({"shift_proj.0.weight", "shift_proj.1.weight"} if shift else set())
+
+
 def test_a_chain_of_blocks_is_drawn_block_by_block():
     """Each draft from what its own slot says; and no further block where nothing more is admitted."""
     torch.manual_seed(0)

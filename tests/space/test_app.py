@@ -26,12 +26,11 @@ import yaml
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.cli.display.text import pieces_of, position_colour
-from hf_hyperdflash.cli.display.tree import token_text, tree_text
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.training.data.encoding import encode_prompts
 
 from ..conftest import MODELS
+from ..helpers.pieces import pieces_of
 
 WHERE = ": .ci/space makes an environment that has it"
 pytest.importorskip("gradio", reason=f"gradio is not installed{WHERE}")
@@ -42,6 +41,8 @@ if not BROWSER:
 
 ROOT = MODELS.parent.parent
 SPACE = ROOT / "examples" / "space"
+VIEWS = runpy.run_path(str(SPACE / "views.py"))
+position_colour, token_text, tree_text = (VIEWS[name] for name in ("position_colour", "token_text", "tree_text"))
 PROMPT = "Tom has 12 marbles and gives 5 to his sister. How many are left?"
 NOWHERE = "http://127.0.0.1:9"  # what the page's server asks of others would end there
 FLAGS = [

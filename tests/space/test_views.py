@@ -1,6 +1,8 @@
-"""Draft trees as drawings: every node where its parent is, and which of them the text got."""
+"""What the Space shows: text in the colours of its writers, and draft trees as drawings, every node where its parent
+is, and which of them the text got. Needs no gradio."""
 
 import re
+import runpy
 from html import unescape
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -10,12 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hyperdflash.cli.display.text import position_colour
-from hf_hyperdflash.cli.display.tree import token_text, tree_html, tree_text
+from hf_hyperdflash.cli.display.text import BY_HEAD, Piece
 from hf_hyperdflash.decoding.stats import VerifiedTree
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
+from ..conftest import MODELS
 from ..helpers.draft_trees import lists_of_parents
+
+VIEWS = runpy.run_path(str(MODELS.parent / "space" / "views.py"))
+TARGET, DRAFTS, position_colour = VIEWS["TARGET"], VIEWS["DRAFTS"], VIEWS["position_colour"]
+text_html, tree_html = VIEWS["text_html"], VIEWS["tree_html"]
+token_text, tree_text = VIEWS["token_text"], VIEWS["tree_text"]
 
 
 class Letters:
@@ -92,3 +99,38 @@ def test_any_token_can_be_seen(text, seen):
     assert token_text(One(), 3) == seen
     svg = tree_html(VerifiedTree(3, DraftTree.chain(torch.tensor([3])), [0], 3, 1), One())
     assert [unescape(box[1]) for box in drawn(svg)] == [seen] * 3
+
+
+def spans(html: str) -> list[tuple[str, str, str, str]]:
+    """Colour, token, who, text."""
+    found = re.findall(r'background: (#\w+);[^>]*data-token="(\d+)" title="([^"]*)">([^<]*)</span>', html)
+    return [(*most, unescape(text)) for *most, text in found]
+
+
+def test_html_is_the_text_in_colours():
+    pieces = [Piece("<b>&", 0, 0), Piece(' "x"', 1, 1, True), Piece("\n", 12, 4)]
+    html = text_html(pieces)
+    assert spans(html) == [
+        (TARGET, "0", "target", "<b>&"),
+        (DRAFTS[0], "1", "draft 1, by the head", ' "x"'),
+        (DRAFTS[-1], "4", "draft 12", "\n"),
+    ]
+    underlined = [span for span in re.findall("<span[^>]*>", html) if "underline" in span]
+    assert len(underlined) == 1 and 'data-token="1"' in underlined[0]
+    legend = html.rpartition("<div")[2]
+    assert BY_HEAD in legend and BY_HEAD not in text_html([Piece("a", 1, 0)])
+    named = re.findall(r"background: (#\w+);[^>]*>([^<]+)</span>", legend)
+    assert named == [(position_colour(k), f"draft {k}" if k else "target") for k in range(13)]
+    assert len({colour for colour, _ in named}) == 1 + len(DRAFTS)
+    assert spans(text_html([])) == [] and "target" not in text_html([])
+
+
+def test_every_colour_is_legible_under_black():
+    """WCAG's contrast of 7 to 1."""
+
+    def light(colour: str) -> float:
+        parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    assert all((light(colour) + 0.05) / (light("#111111") + 0.05) > 7 for colour in (TARGET, *DRAFTS))

@@ -1,17 +1,53 @@
-"""Draws the draft tree of a verification round for a page, in the colours of its text."""
+"""What a page shows of a generation, as HTML: the text in its writers' colours, and the draft tree of a round."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from ...decoding.stats import VerifiedTree
-from .text import position_colour
+from hf_hyperdflash.cli.display.text import BY_HEAD, Piece, writer_name
+from hf_hyperdflash.decoding.stats import VerifiedTree
 
+TARGET = "#ffc46b"
+# Colours of draft positions 1, 2, ..; the last one is for all later ones. Black text is legible on each.
+DRAFTS = ("#a6e3b4", "#90e0d5", "#93d7ef", "#a3c4f7", "#b9b4f5", "#d2aef0", "#ecabe0", "#f5b5c4")
 _ROW_HEIGHT, _BOX, _GAP, _LETTER, _LETTERS = 30, 22, 28, 7.9, 16  # pixels; letters of a token
+
+
+def position_colour(position: int) -> str:
+    """Return the colour of a draft position; 0 is the target."""
+    return DRAFTS[min(position, len(DRAFTS)) - 1] if position else TARGET
+
+
+def text_html(pieces: Iterable[Piece]) -> str:
+    """Render a text in the colours of its writers, with tokens of a sequential head underlined, and a legend below.
+
+    The attribute `data-token` is the index of a piece's token.
+    """
+    pieces = list(pieces)
+    most = max((piece.position for piece in pieces), default=0)
+    text = "".join(
+        _coloured(
+            escape(piece.text), piece.position, piece.by_head,
+            f' data-token="{piece.token}" title="{writer_name(piece.position, piece.by_head)}"',
+        )
+        for piece in pieces
+    )  # fmt: skip
+    legend = " ".join(_coloured(writer_name(position), position) for position in range(most + 1)) if pieces else ""
+    legend += f" {BY_HEAD}" if any(piece.by_head for piece in pieces) else ""
+    return (
+        f'<div style="white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.6">{text}</div>'
+        f'<div style="margin-top: 0.8em; font-size: 0.85em">{legend}</div>'
+    )
+
+
+def _coloured(html: str, position: int, by_head: bool = False, more: str = "") -> str:
+    style = f"background: {position_colour(position)}; color: #111; border-radius: 3px; padding: 1px 0"
+    style += "; text-decoration: underline" * by_head
+    return f'<span style="{style}"{more}>{html}</span>'
 
 
 class _Node(NamedTuple):

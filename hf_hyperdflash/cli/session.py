@@ -1,0 +1,152 @@
+"""The session of a command: its target and drafters, checked before it takes minutes, and loaded."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import options
+from .options import PROMPT_LOOKUP
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..drafters.base import Drafter
+
+
+_OFFLINE, _PATIENCE = "HF_HUB_OFFLINE", 10  # seconds
+
+
+def use_cache_if_offline(*names: str | Path | None) -> None:
+    """Let the libraries look in the Hub's cache alone, and say so, where something is named that is not on this
+    machine and the Hub cannot be reached. They would ask for each file six times. Call it before they are imported.
+
+    Args:
+        *names: Of models and datasets, as the command got them.
+    """
+    remote = [name for name in names if name not in (None, PROMPT_LOOKUP) and not Path(str(name)).exists()]
+    if not remote or os.environ.get(_OFFLINE):
+        return
+    if why := why_unreachable():
+        os.environ[_OFFLINE] = "1"
+        print(f"{why}: only what is in its cache is used.", file=sys.stderr)
+
+
+def why_unreachable() -> str:
+    """Ask the Hub for its first page, once. Return why it cannot be reached; an empty text if it can."""
+    if os.environ.get(_OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE"):
+        return f"The Hub is not asked, as {_OFFLINE} says"
+    from ssl import SSLError
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    try:
+        urlopen(Request(endpoint, method="HEAD"), timeout=_PATIENCE).close()
+    except HTTPError:  # an answer
+        return ""
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        if not isinstance(reason, SSLError):  # the libraries have certificates of their own
+            return f"{endpoint} cannot be reached ({reason})"
+    return ""
+
+
+def announce(kind: str, name: str | Path) -> None:
+    """Print what is going to be loaded, because it takes a while."""
+    print(f"Loading the {kind} {name} ...", file=sys.stderr)
+
+
+def check_text(text: str, what: str) -> None:
+    """Raise a `ValueError` if a text of the command line was in another encoding than the terminal's."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} has {text[error.start : error.end]!r}, which is no text in {sys.getfilesystemencoding()}: "
+            "write it in the terminal's encoding."
+        ) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Raise an `OSError` if `folder` cannot be written to, or made."""
+    existing = next(candidate for candidate in (folder, *folder.absolute().parents) if candidate.exists())
+    if not existing.is_dir():
+        raise OSError(f"{folder} cannot be made, because {existing} is a file. Choose another folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise OSError(f"{existing} cannot be written to. Choose another folder, or change its permissions.")
+
+
+@dataclass(frozen=True)
+class Session:
+    """What each command that loads a target asks: which one, and how. [`with_session`] makes options of its fields."""
+
+    target: options.Target
+    dtype: options.Dtype = None
+    device_map: options.DeviceMap = None
+    threads: options.Threads = None
+    trust_remote_code: options.TrustRemoteCode = False
+
+    def check(self, drafters: Collection[tuple[str, int | str | None]] = ()) -> None:
+        """Raise an error if something is missing, does not fit the other, or cannot draft as many tokens as are asked
+        for (`None`: its own number). Reads no weights."""
+        from ..hub import loading
+
+        loading.check_target(self.target)
+        for drafter, num_draft_tokens in drafters:
+            if drafter != PROMPT_LOOKUP:
+                loading.check_drafter(drafter)
+                loading.check_made_for(self.target, drafter, num_draft_tokens)
+        if self.device_map:
+            loading.check_device(self.device_map)
+
+    def load(self, drafters: Collection[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Drafter]]:
+        """Load the target, bound, its tokenizer, and its drafters by name."""
+        from ..decoding.bind import bind
+        from ..drafters.without_weights.prompt_lookup import PromptLookupDrafter
+        from ..hub import loading
+
+        tokenizer = loading.load_tokenizer(self.target, self.trust_remote_code)
+        model = bind(self.load_target())
+        loaded: dict[str, Drafter] = {}
+        for name in dict.fromkeys(drafters):
+            is_saved = name != PROMPT_LOOKUP
+            loaded[name] = loading.load_drafter(name, target=model) if is_saved else PromptLookupDrafter(model)
+        return model, tokenizer, loaded
+
+    def load_target(self, is_exact: bool = True) -> PreTrainedModel:
+        """Load the target, as exact as float32 where the dtype is ours to choose, or as fast as the CPU can."""
+        import torch
+
+        from ..hub import loading
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        return loading.load_target(
+            self.target,
+            dtype=self.dtype or loading.default_dtype(self.target, is_exact=is_exact),
+            device_map=self.device_map or ("cuda" if torch.cuda.is_available() else "cpu"),
+            trust_remote_code=self.trust_remote_code,
+        )
+
+
+def with_session(command: Callable[..., None]) -> Callable[..., None]:
+    """Make options of the fields of a command's first parameter, a [`Session`]: the target first, the others last."""
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    first, *rest = inspect.signature(Session, eval_str=True).parameters.values()
+    names = [first.name, *(field.name for field in rest)]
+
+    @functools.wraps(command)
+    def called(**given: object) -> None:
+        command(Session(*(given.pop(name) for name in names)), **given)  # type: ignore[arg-type]
+
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (first, *own, *rest)]
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which typer reads
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called

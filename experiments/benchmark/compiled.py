@@ -35,7 +35,7 @@ from transformers import CompileConfig, PreTrainedModel
 from hf_hyperdflash import Drafter, PromptLookupDrafter, load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark import runner
 from hf_hyperdflash.benchmark.results import save_report
-from hf_hyperdflash.hub.formats import export_dflash, load_foreign
+from hf_hyperdflash.hub.formats import export_dflash
 
 from .loop import clock, loop_of_dflash, random_target, trained_drafter
 
@@ -182,7 +182,7 @@ def main() -> None:
             export_dflash(trained.to(dtype), folder)
             target, drafter = (
                 target.to(arguments.device, dtype),
-                load_foreign(Path(folder)).to(arguments.device, dtype),
+                load_drafter(Path(folder)).to(arguments.device, dtype),
             )
         else:
             dtype = getattr(torch, arguments.dtype)

@@ -35,8 +35,8 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from hf_hyperdflash import HyperDFlashDrafter
-from hf_hyperdflash.hub.formats import export_dflash, load_foreign
+from hf_hyperdflash import HyperDFlashDrafter, load_drafter
+from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.targets.caches.name import CACHE
 
 Loop = Callable[[torch.Tensor, int], torch.Tensor]  # a prompt `[1, seq]` and how many new tokens, to the text
@@ -121,14 +121,14 @@ def trained_drafter(
 
 
 def our_loop(target: PreTrainedModel, folder: Path) -> Loop:
-    drafter = load_foreign(folder).to(target.device, target.dtype)
+    drafter = load_drafter(folder).to(target.device, target.dtype)
     drafter.bind(target)
     return lambda ids, count: target.generate(ids, assistant_model=drafter, max_new_tokens=count, do_sample=False)
 
 
 def our_loop_into_a_cache(target: PreTrainedModel, folder: Path) -> Loop:
     """Where the caller keeps what the rounds compute: without inference mode, in which dflash's always runs."""
-    drafter = load_foreign(folder).to(target.device, target.dtype)
+    drafter = load_drafter(folder).to(target.device, target.dtype)
     drafter.bind(target)
     return lambda ids, count: target.generate(
         ids, assistant_model=drafter, max_new_tokens=count, do_sample=False, **{CACHE: DynamicCache()}

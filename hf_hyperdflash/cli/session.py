@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..drafters.base import Drafter
+    from ..hub.found import Found
 
 
 _OFFLINE, _PATIENCE = "HF_HUB_OFFLINE", 10  # seconds
@@ -92,17 +93,19 @@ class Session:
     device_map: options.DeviceMap = None
     threads: options.Threads = None
     trust_remote_code: options.TrustRemoteCode = False
+    found: dict[str, Found] = field(default_factory=dict, init=False)  # drafters that were looked at
 
     def check(self, drafters: Collection[tuple[str, int | str | None]] = ()) -> None:
         """Raise an error if something is missing, does not fit the other, or cannot draft as many tokens as are asked
         for (`None`: its own number). Reads no weights."""
         from ..hub import loading
+        from ..hub.found import check_drafter
 
         loading.check_target(self.target)
         for drafter, num_draft_tokens in drafters:
             if drafter != PROMPT_LOOKUP:
-                loading.check_drafter(drafter)
-                loading.check_made_for(self.target, drafter, num_draft_tokens)
+                self.found[drafter] = check_drafter(drafter)
+                loading.check_made_for(self.target, self.found[drafter], num_draft_tokens)
         if self.device_map:
             loading.check_device(self.device_map)
 
@@ -117,7 +120,8 @@ class Session:
         loaded: dict[str, Drafter] = {}
         for name in dict.fromkeys(drafters):
             is_saved = name != PROMPT_LOOKUP
-            loaded[name] = loading.load_drafter(name, target=model) if is_saved else PromptLookupDrafter(model)
+            found = self.found.get(name, name)
+            loaded[name] = loading.load_drafter(found, target=model) if is_saved else PromptLookupDrafter(model)
         return model, tokenizer, loaded
 
     def load_target(self, is_exact: bool = True) -> PreTrainedModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from typer import Argument, Option
 
@@ -48,10 +48,10 @@ def card(
     is left out."""
     from ..benchmark.report import measured
     from ..hub.cards import drafter_card, is_hub_name
+    from ..hub.found import check_drafter
     from ..hub.kinds import KINDS
-    from ..hub.loading import check_drafter, read_config
 
-    check_drafter(str(folder), kinds=KINDS, needs_weights=False)
+    found = check_drafter(str(folder), kinds=KINDS, needs_weights=False)
     output, picture = output or folder / "README.md", "acceptance.png"
     check_writable(output.parent)
     if results is not None and not (results / "results.jsonl").is_file():
@@ -76,7 +76,7 @@ def card(
         shutil.copyfile(results / picture, output.parent / picture)
     written.save(output)
     print(f"{output} is written.")
-    made_for = getattr(read_config(folder), "target_name_or_path", "") or "TARGET"
+    made_for = getattr(found.config, "target_name_or_path", "") or "TARGET"
     for option, name in {"--repo-id": repo_id or str(folder), "--target": target or made_for}.items():
         if not is_hub_name(name):
             print(
@@ -112,19 +112,18 @@ def export(
     check_writable(folder)
     announce("drafter", drafter)
     use_cache_if_offline(drafter, target)
-    from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
-    from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
     from ..hub.formats import check_expressible, check_replaceable, export_dflash
+    from ..hub.found import check_drafter
     from ..hub.kinds import KINDS
-    from ..hub.loading import check_drafter, check_made_for, check_target, load_target
+    from ..hub.loading import check_made_for, check_target, load_drafter, load_target
 
     check_replaceable(folder)
-    check_drafter(drafter, kinds=[kind for kind in KINDS if kind.writes])
-    check_expressible(HyperDFlashConfig.from_pretrained(drafter), format, target is not None)
+    found = check_drafter(drafter, kinds=[kind for kind in KINDS if kind.writes])
+    check_expressible(cast(Any, found.config), format, target is not None)
     if target is not None:
         check_target(target)
-        check_made_for(target, drafter)
-    loaded = HyperDFlashDrafter.from_pretrained(drafter, dtype="auto")
+        check_made_for(target, found)
+    loaded = cast(Any, load_drafter(found))
     if target is not None:
         announce("target", target)
     model = None if target is None else load_target(target, dtype="auto")
@@ -150,15 +149,16 @@ def push(
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    from ..hub.found import check_drafter
     from ..hub.kinds import KINDS
-    from ..hub.loading import check_drafter
+    from ..hub.loading import load_drafter
     from ..hub.publish import planned_push
 
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise ValueError(f"The repository is {repo_id!r}, expected a name on the Hub: org/name.") from error
-    drafter = check_drafter(str(folder), kinds=KINDS).kind.drafter.from_pretrained(folder, dtype="auto")
+    drafter = load_drafter(check_drafter(str(folder), kinds=KINDS))
     options: dict[str, Any] = {"private": private or None, "revision": revision, "create_pr": create_pr}
     if dry_run:
         print(planned_push(drafter, repo_id, **options))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .descriptions import (
@@ -41,11 +40,10 @@ class DrafterKind:
         config_path: The class of its configuration.
         describe: Says in words what a drafter with this configuration is.
         title: Says what tells it from others beside it; its name if left out.
-        reads: Modules that read it in other programs' layouts; the first that fits a config.json counts.
+        reads: Other programs' layouts that it is read in; the first that fits a config.json counts.
         known_as: The methods that these layouts hold.
         files: Where they have its weights beside `model.safetensors`. Of a pickle no code is run.
-        sized_by_weights: Whether their config.json leaves sizes to these.
-        writes: Modules that write it in other programs' layouts, by the layout's name.
+        writes: Other programs' layouts that it is written in, by their names.
         trains: Whether the trainer takes it.
         train_flags: Flags of `hf-hyperdflash train` for a new drafter of this kind alone; `None` if it makes none.
         why_not_served: Why our plugins for serving engines do not run it; empty if they do.
@@ -61,7 +59,6 @@ class DrafterKind:
     reads: tuple[str, ...] = ()
     known_as: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
-    sized_by_weights: bool = False
     writes: Mapping[str, str] = field(default_factory=dict)
     trains: bool = False
     train_flags: tuple[str, ...] | None = None
@@ -73,12 +70,12 @@ class DrafterKind:
     @property
     def drafter(self) -> Any:
         """Its class."""
-        return _imported(self.drafter_path)
+        return named(self.drafter_path)
 
     @property
     def config(self) -> type[PreTrainedConfig]:
         """The class of its configuration."""
-        return _imported(self.config_path)
+        return named(self.config_path)
 
     @property
     def class_name(self) -> str:
@@ -93,12 +90,12 @@ KINDS = (
         config_path="drafters.blocks.configuration_hyperdflash.HyperDFlashConfig",
         describe=describe_block,
         title=title_block,
-        reads=("hub.layouts.speculators", "hub.layouts.deepspec", "hub.layouts.zlab"),
+        reads=("hub.layouts.speculators.LAYOUT", "hub.layouts.deepspec.LAYOUT", "hub.layouts.zlab.LAYOUT"),
         known_as=("DFlash", "DFlash 2", "DSpark"),
         writes={
-            "z-lab": "hub.layouts.zlab",
-            "speculators": "hub.layouts.speculators",
-            "deepspec": "hub.layouts.deepspec",
+            "z-lab": "hub.layouts.zlab.LAYOUT",
+            "speculators": "hub.layouts.speculators.LAYOUT",
+            "deepspec": "hub.layouts.deepspec.LAYOUT",
         },
         trains=True,
         train_flags=(
@@ -112,7 +109,7 @@ KINDS = (
         drafter_path="drafters.unrolled.modeling_specblock.SpecBlockDrafter",
         config_path="drafters.unrolled.configuration_specblock.SpecBlockConfig",
         describe=describe_specblock,
-        reads=("hub.layouts.specblock",),
+        reads=("hub.layouts.specblock.LAYOUT",),
         known_as=("SpecBlock",),
         trains=True,
         train_flags=("block_size", "max_blocks", "shift", "broadcast", "rank_head"),
@@ -125,7 +122,7 @@ KINDS = (
         drafter_path="drafters.unrolled.modeling_eagle3.Eagle3Drafter",
         config_path="drafters.unrolled.configuration_eagle3.Eagle3Config",
         describe=describe_eagle3,
-        reads=("hub.layouts.eagle3",),
+        reads=("hub.layouts.eagle3.FLAT", "hub.layouts.eagle3.SPECULATORS"),
         known_as=("EAGLE-3",),
         files=("pytorch_model.bin",),  # which SafeAILab's drafters are released as
         trains=True,
@@ -142,10 +139,9 @@ KINDS = (
             ["It has Medusa heads on the target's last state, one for each draft, and none knows the other drafts."],
             shares_all=False,
         ),
-        reads=("drafters.blocks.modeling_medusa",),
+        reads=("hub.layouts.medusa.LAYOUT",),
         known_as=("Medusa",),
         files=("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
-        sized_by_weights=True,
         why_not_served="is in its authors' layout, which {engine} has another for",
     ),
     DrafterKind(
@@ -202,11 +198,7 @@ def title(config: PreTrainedConfig) -> str:
     return kind.name if kind.title is None else kind.title(config)
 
 
-def layout_module(path: str) -> ModuleType:
-    """Return a module that an entry names."""
-    return import_module(f"{_PACKAGE}.{path}")
-
-
-def _imported(path: str) -> Any:
+def named(path: str) -> Any:
+    """Return what an entry names."""
     module, _, name = path.rpartition(".")
-    return getattr(layout_module(module), name)
+    return getattr(import_module(f"{_PACKAGE}.{module}"), name)

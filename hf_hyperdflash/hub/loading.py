@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import textwrap
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateSyntaxError
-from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -31,7 +29,7 @@ from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..decoding.proposals import checked_pair
-from ..drafters.deepseek_v4.drafter import DeepseekV4Drafter, own_checkpoint
+from ..drafters.deepseek_v4.drafter import DeepseekV4Drafter
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import (
     HubOptions,
@@ -40,13 +38,11 @@ from ..drafters.weights import (
     check_source,
     named_dtype,
     resolve_subfolder,
-    tensor_names,
     warn_of_float16,
-    weight_files,
 )
 from ..targets.deepseek_v4 import check_computes
 from ..targets.registry import target_of
-from .formats import check_not_quantized, foreign_layout, foreign_without_weights, kind_not_read, load_foreign
+from .found import Found, check_drafter, check_weights, find, own_kind, read_fields, readable, unsupported_kind
 from .gguf import (
     check_gguf,
     dequantized,
@@ -58,7 +54,7 @@ from .gguf import (
     settle_target,
 )
 from .gguf_cache import cached
-from .kinds import KINDS, DrafterKind, kind_in
+from .kinds import KINDS, kind_in
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,49 +68,6 @@ _WHERE = (
 )  # fmt: skip
 # Those that change nothing that `save_pretrained` writes; the dtype is a part of where a GGUF file is kept.
 _NOT_SAVED = ("dtype", "device_map", "attn_implementation", "quantization_config")
-
-
-class FoundDrafter(NamedTuple):
-    """A drafter that was looked at, and is not loaded yet.
-
-    Attributes:
-        kind: What it is.
-        layout: The module that reads it, if another program wrote it.
-        is_targets_own: Whether it is in the checkpoint of its target, a DeepSeek-V4.
-    """
-
-    kind: DrafterKind
-    layout: ModuleType | None = None
-    is_targets_own: bool = False
-
-    def __str__(self) -> str:
-        if self.is_targets_own:
-            return "a DeepSeek-V4 with a drafter of its own"
-        return "a drafter in another program's layout" if self.layout else str(self.kind)
-
-    def load(
-        self,
-        name: str | Path,
-        target: PreTrainedModel | None,
-        dtype: torch.dtype | str,
-        device: torch.device | str | None,
-        hub_kwargs: HubOptions,
-    ) -> SavedDrafter:
-        """Load it from where it was found, as [`load_drafter`] does."""
-        if self.layout:
-            return load_foreign(name, target=target, dtype=dtype, **hub_kwargs)
-        if self.is_targets_own:
-            return cast(SavedDrafter, self.kind.drafter.from_target(name, dtype=dtype, device=device, **hub_kwargs))
-        drafter: SavedDrafter = self.kind.drafter.from_pretrained(
-            name, dtype=dtype, device_map={"": device or "cpu"}, **hub_kwargs
-        )
-        return drafter
-
-    def unloaded(self, name: str, fields: dict[str, Any]) -> SavedDrafter:
-        """Return the same drafter with fresh weights, by its configuration `fields`."""
-        if self.layout:
-            return foreign_without_weights(fields, name)
-        return cast(SavedDrafter, self.kind.drafter(self.kind.config.from_pretrained(name)))
 
 
 def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedModel:
@@ -138,7 +91,7 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
     for dtype in (kwargs.get("dtype"), kwargs.get("torch_dtype")):
         if not isinstance(dtype, dict):  # one for each part of a target
             named_dtype(dtype)
-    with _readable(name):
+    with readable(name):
         if "gguf_file" in where:
             target = _load_from_gguf(name, where, kwargs)
         else:
@@ -209,8 +162,8 @@ def default_dtype(name: str, is_exact: bool = True) -> str:
         return "bfloat16"
     if is_accelerated:
         return "auto"
-    with _readable(name):
-        config = AutoConfig.from_pretrained(name) if "auto_map" not in _configuration(name, "target") else None
+    with readable(name):
+        config = AutoConfig.from_pretrained(name) if "auto_map" not in read_fields(name, "target") else None
     kept = config and named_dtype(config.get_text_config(decoder=True).dtype or config.dtype)
     with suppress(ValueError):  # of a DeepSeek-V4 before transformers 5.20
         if config and kept == torch.bfloat16:
@@ -240,7 +193,7 @@ def _class_of(config: PreTrainedConfig) -> Any:
 
 
 def load_drafter(
-    name_or_path: str | Path,
+    name_or_path: str | Path | Found,
     *,
     target: PreTrainedModel | None = None,
     dtype: torch.dtype | str | None = None,
@@ -251,8 +204,9 @@ def load_drafter(
     speculators' or DeepSpec's layout.
 
     Args:
-        name_or_path: Folder or Hub id. Which kind it is is read from its config.json, and of a DeepSeek-V4, whose MTP
-            block or DSpark drafter it is then, from the names of its tensors.
+        name_or_path: Folder or Hub id, or what [`~hub.found.check_drafter`] found there. Which kind it is is read from
+            its config.json, and of a DeepSeek-V4, whose MTP block or DSpark drafter it is then, from the names of its
+            tensors.
         target: Its target, if it is loaded: the drafter has to fit it, `drafter.bind(target)` comes next.
         dtype: Of the weights, or its name; by default the target's, or the checkpoint's.
         device: By default that of the target's LM head, or the CPU.
@@ -268,15 +222,18 @@ def load_drafter(
         target_of(target)  # says what is no target
     if isinstance(device, str) and device != "meta":
         check_device(device, "device", ())
-    name_or_path, hub_kwargs = resolve_subfolder(name_or_path, hub_kwargs)
-    found, dtype = check_drafter(name_or_path, **hub_kwargs), named_dtype(dtype)
+    dtype = named_dtype(dtype)
+    if isinstance(name_or_path, Found):
+        found = name_or_path
+    else:
+        name_or_path, hub_kwargs = resolve_subfolder(name_or_path, hub_kwargs)
+        found = check_drafter(name_or_path, **hub_kwargs)
     if target is not None:
         head = cast(torch.Tensor, target.get_output_embeddings().weight)
         dtype, device = dtype or target.dtype, device or (None if head.is_meta else head.device)
-    with _readable(name_or_path):
-        drafter = found.load(name_or_path, target, dtype or "auto", device, hub_kwargs)
+    drafter = found.load(target, dtype or "auto", device)
     if target is not None:
-        checked_pair(target_of(target), cast(SavedDrafter, drafter))
+        checked_pair(target_of(target), drafter)
     return cast(SavedDrafter, cast(Any, drafter).to(device or "cpu"))
 
 
@@ -295,13 +252,8 @@ def load_own_drafter(
     Raises:
         ValueError: If it is no DeepSeek-V4, or its checkpoint has no drafter.
     """
-    kind = _own_kind(target, **hub_kwargs)
+    kind = own_kind(target, **hub_kwargs)
     return cast(DeepseekV4Drafter, kind.drafter.from_target(target, dtype=dtype, device=device, **hub_kwargs))
-
-
-def _own_kind(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[HubOptions]) -> DrafterKind:
-    name = own_checkpoint(target, **hub_kwargs).drafter
-    return next(kind for kind in KINDS if kind.class_name == name)
 
 
 def check_device(device_map: str, option: str = "--device-map", spread: Collection[str] = _SPREAD) -> None:
@@ -343,10 +295,11 @@ def check_target(name: str, **hub_kwargs: Unpack[HubOptions]) -> None:
             check_source(name, "target")
         check_gguf(name, hub_kwargs["gguf_file"])
         return
-    fields = _configuration(name, "target", **hub_kwargs)
-    if found := _found(fields):
-        raise ValueError(f"{name} is {found}, expected the target that it drafts for: give it as the drafter.")
-    if unread := _not_read(fields, name):
+    fields = read_fields(name, "target", **hub_kwargs)
+    if found := find(fields):
+        what = Found(name, found[0], fields, found[1])
+        raise ValueError(f"{name} is {what}, expected the target that it drafts for: give it as the drafter.")
+    if unread := unsupported_kind(fields, name):
         raise ValueError(
             f"{name} is a drafter of a kind that is not read ({unread}), expected the target that it drafts for."
         )
@@ -356,125 +309,29 @@ def check_target(name: str, **hub_kwargs: Unpack[HubOptions]) -> None:
             f"The config.json of {name} has `model_type` {kind!r}, expected one that transformers "
             f"{transformers.__version__} knows. Update transformers, or correct it."
         )
-    _check_weights(name, "*.safetensors", "*.bin")
+    check_weights(name, "*.safetensors", "*.bin")
 
 
-def check_drafter(
-    name: str | Path,
-    *,
-    kinds: Collection[DrafterKind] = (),
-    needs_weights: bool = True,
-    or_others: bool = False,
-    **hub_kwargs: Unpack[HubOptions],
-) -> FoundDrafter:
-    """Look at a drafter before it is loaded.
-
-    Args:
-        name: Path or Hub id.
-        kinds: Those of which it must be, saved by this package; any, in any layout, if empty.
-        needs_weights: Whether its configuration is not enough.
-        or_others: Whether one of `kinds` in another program's layout will do as well.
-        **hub_kwargs: For the Hub.
-
-    Raises:
-        ValueError: If it is no drafter.
-        OSError: If there is none, or it is not whole.
-    """
-    fields = _configuration(name, "drafter", **hub_kwargs)
-    found = _found(fields)
-    if not found and fields.get("model_type") == DeepseekV4Config.model_type:
-        with _readable(name):
-            found = FoundDrafter(_own_kind(name, **hub_kwargs), is_targets_own=True)  # says what it has not
-    if not found and (kind := _not_read(fields, name)):
-        known = [method for one in KINDS for method in one.known_as]
-        raise ValueError(
-            f"{name} is a drafter of a kind that is not read ({kind}): expected {', '.join(known[:-1])} or "
-            f"{known[-1]}. Take one of these for its target, or train one."
-        )
-    if not found and fields.get("num_hidden_layers") == 1 and not Path(name).is_dir():  # where its tensors would tell
-        raise ValueError(
-            f"{name} is a model of type {fields.get('model_type')!r} of one layer, or an EAGLE-1 drafter, whose "
-            "config.json says no more: expected a drafter of a kind that is read."
-        )
-    if not found:
-        raise ValueError(
-            f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. "
-            f"`hf-hyperdflash drafters {name}` lists those for it, and what it takes to make one."
-        )
-    if found.layout:
-        check_not_quantized(fields, str(name), name)
-    is_saved_here = not found.layout and not found.is_targets_own
-    is_theirs = bool(found.layout) and found.kind in kinds
-    if kinds and not (is_saved_here and found.kind in kinds) and not (is_theirs and or_others):
-        named = [str(kind) for kind in KINDS if kind in kinds]
-        listed = ", ".join(named[:-1]) + " or " * (len(named) > 1) + named[-1]
-        step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_theirs else ""
-        raise ValueError(f"{name} is {found}, expected {listed}, saved by this package{step}.")
-    if needs_weights and not found.is_targets_own:  # which may be without the parts that have the target alone
-        _check_weights(name, "*.safetensors", *(found.kind.files if found.layout else ()))
-    return found
-
-
-def drafter_config(found: FoundDrafter, name: str) -> PreTrainedConfig | None:
-    """Return the configuration of a drafter that was looked at; `None` for the one in a target's checkpoint.
-
-    Raises:
-        ValueError: If it has parts that cannot be reproduced here, naming them.
-    """
-    if found.is_targets_own:
-        return None
-    if found.layout:
-        return cast(PreTrainedConfig, found.layout.read(_configuration(name, "drafter"), name))
-    return cast(PreTrainedConfig, found.kind.config.from_pretrained(name))
-
-
-def check_made_for(target: str, drafter: str, num_draft_tokens: int | str | None = None) -> None:
+def check_made_for(target: str, drafter: str | Found, num_draft_tokens: int | str | None = None) -> None:
     """Raise the `ValueError` of binding if a drafter is not for a target, or that of drafting if it cannot draft so
-    many tokens, by their configurations, before weights are loaded. Both have passed `check_target` and
-    `check_drafter`.
+    many tokens, by their configurations, before weights are loaded. The target has passed `check_target`.
 
     Left for later: targets with code of their own, which may not be built without weights, the drafter of another
     DeepSeek-V4's checkpoint, and drafters whose sizes only their weights tell.
     """
-    found = check_drafter(drafter)
-    is_sized_later = bool(found.layout) and found.kind.sized_by_weights
+    found = drafter if isinstance(drafter, Found) else check_drafter(drafter)
     target, options = name_in_gguf(target, {})
-    if found.is_targets_own or is_sized_later or (not options and "auto_map" in _configuration(target, "target")):
+    if found.is_sized_later or (not options and "auto_map" in read_fields(target, "target")):
         return
-    with _readable(target):
+    with readable(target):
         config = read_gguf_config(target, options) if options else AutoConfig.from_pretrained(target)
-    with torch.device("meta"), _readable(drafter):
-        unloaded = found.unloaded(drafter, _configuration(drafter, "drafter"))
+    with torch.device("meta"), readable(found.name):
+        unloaded = found.unloaded()
         model = _class_of(config).from_config(config)
         model.config._name_or_path = ""  # only a name that differs is warned of once it is loaded
         unloaded.check_target(target_of(model))
     if num_draft_tokens is not None:
         unloaded.check_num_draft_tokens(num_draft_tokens)
-
-
-def _not_read(fields: dict[str, Any], name: str | Path) -> str:
-    """Return what kind of drafter it is, if of one that is not read, by its config.json or, in a folder, by its
-    tensors."""
-    kind = kind_not_read(fields)
-    if kind or foreign_layout(fields) or not Path(name).is_dir():
-        return kind
-    names = {tensor.removeprefix("model.") for tensor in tensor_names(Path(name))}
-    if "fc.weight" not in names:
-        return ""
-    if any(tensor.startswith(("midlayer.", "layers.0.hidden_norm.")) for tensor in names):
-        raise ValueError(
-            f'{name} is an EAGLE-3 drafter by its tensors, but its config.json does not say so: add `"architectures": '
-            '["LlamaForCausalLMEagle3"]` there.'
-        )
-    return "EAGLE-1 or EAGLE-2"
-
-
-def _found(fields: dict[str, Any]) -> FoundDrafter | None:
-    """Return a drafter's kind by its config.json, ours first; `None` if it is none that is read."""
-    if kind := kind_in(fields):
-        return FoundDrafter(kind)
-    found = foreign_layout(fields)
-    return found and FoundDrafter(*found)
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
@@ -494,87 +351,8 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
             f"The config.json in {folder} has `model_type` {fields.get('model_type')!r}, expected that of a drafter: "
             f"one of {known}."
         )
-    with _readable(folder):
+    with readable(folder):
         return kind.config.from_pretrained(folder)
-
-
-def _check_weights(name: str | Path, *patterns: str) -> None:
-    path = Path(name)
-    if (
-        path.is_dir()
-        and not weight_files(path)
-        and not any(file for pattern in patterns for file in path.glob(pattern))
-    ):
-        pickle = next(path.glob("*.bin"), None)
-        but = f": {pickle.name} is a pickle, which can run code, and is not read" if pickle else ""
-        raise OSError(
-            f"The folder {name} has no weights, expected model.safetensors{but}. Save or download them there."
-        )
-
-
-def _configuration(name: str | Path, what: str, **hub_kwargs: Unpack[HubOptions]) -> dict[str, Any]:
-    check_source(name, what)
-    if not Path(name).is_dir():
-        cause: OSError | None = None
-        try:
-            if fields := PreTrainedConfig.get_config_dict(name, **hub_kwargs)[0]:
-                return fields  # of a repository without a config.json there are none
-        except OSError as error:
-            cause = error
-        raise OSError(
-            f"The folder {name} does not exist, and as a Hub id it has no configuration that can be loaded from "
-            f"here{_said(hub_kwargs)}: no {what}. Check the name, the network, HF_HUB_OFFLINE and, for a private "
-            "one, HF_TOKEN."
-        ) from cause
-    path = Path(name, "config.json")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        why = f"is no JSON ({error.msg}, line {error.lineno}, column {error.colno})"
-    except UnicodeDecodeError:
-        why = "is no text in UTF-8"
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-    else:
-        if isinstance(fields, dict):
-            return fields
-        raise ValueError(f"The config.json of {name} holds a {type(fields).__name__}, expected an object.")
-    raise OSError(f"{path} {why}. Copy or download it again.")
-
-
-def _said(hub_kwargs: HubOptions) -> str:
-    """Say which part of a repository was asked for, in words."""
-    asked = [f"`{option}` {hub_kwargs[option]!r}" for option in ("revision", "subfolder") if hub_kwargs.get(option)]
-    return f" ({', '.join(asked)})" if asked else ""
-
-
-@contextmanager
-def _readable(name: str | Path) -> Iterator[None]:
-    """Say in one line what is wrong with a checkpoint's files where transformers does not."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise OSError(
-            f"The weights of {name} are damaged ({error}): a file is cut off, or no safetensors. Copy or download it "
-            "again."
-        ) from error
-    except StrictDataclassError as error:
-        raise ValueError(f"The config.json of {name} has a wrong value: {error}") from error
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        option = str(error).rpartition(" ")[2]
-        raise ValueError(
-            f"{option} is no option of loading {name}, expected those of `from_pretrained`: correct its name, or "
-            "leave it out."
-        ) from error
-    except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
-        raise ValueError(
-            f"The weights of {name} have other shapes than its config.json says: the two are of different models. "
-            "Copy or download both again."
-        ) from error
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedTokenizerBase:
@@ -590,7 +368,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, **kwargs: Any) ->
         ValueError: If its chat template is none.
     """
     name, kwargs = name_in_gguf(*resolve_subfolder(name, kwargs))
-    with _readable(name):
+    with readable(name):
         try:
             if kwargs.get("gguf_file") is not None:
                 where = {option: kwargs[option] for option in kwargs.keys() & {*_WHERE}}

@@ -20,7 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from ..drafters.saved import NOTE, RECIPE_FILE, SavedDrafter
 from ..drafters.weights import weight_files
 from .cards import PICTURE, TRAINING_RECORD, drafter_card
-from .formats import foreign_layout
+from .found import find
 
 _FROM_ITS_FOLDER = ("README.md", TRAINING_RECORD, PICTURE)
 
@@ -120,7 +120,8 @@ def _gather(
 
 def _is_foreign(folder: Path) -> bool:
     """Return whether a folder has a drafter of another program; its card is about that program's file."""
-    return foreign_layout(PreTrainedConfig.get_config_dict(folder)[0]) is not None
+    found = find(PreTrainedConfig.get_config_dict(folder)[0])
+    return found is not None and found[1] is not None
 
 
 def drafter_files(folder: str | os.PathLike) -> list[str]:

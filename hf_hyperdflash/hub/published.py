@@ -169,15 +169,14 @@ def _described(name: str, info: ModelInfo | None, target: str, known: dict[str, 
 
 def _looked_at(name: str) -> tuple[str, str]:
     """Return what kind of drafter it is, and why it is not read."""
+    from .found import check_drafter
     from .kinds import title
-    from .loading import check_drafter, drafter_config
 
     try:
         found = check_drafter(name)
-        config = drafter_config(found, name)
+        return (found.kind.name if found.config is None else title(found.config)), ""
     except (ValueError, OSError) as error:
         return "", " ".join(str(error).split())
-    return (found.kind.name if config is None else title(config)), ""
 
 
 def _size(count: int) -> str:

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashTrainer, MedusaConfig, MedusaDrafter, bind, load_drafter, load_target
 from hf_hyperdflash.cli.app import app
-from hf_hyperdflash.hub.loading import check_drafter, check_made_for
+from hf_hyperdflash.hub.found import check_drafter
+from hf_hyperdflash.hub.loading import check_made_for
 from hf_hyperdflash.trees.growth import SHARPENED
 
 from ..conftest import mostly_nightly, prompt

@@ -10,11 +10,11 @@ from transformers import LogitsProcessorList, MuseGlimmerAssistantConfig, MuseGl
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 from typer.testing import CliRunner
 
-from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash import HyperDFlashDrafter, load_drafter
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters.sampling import DraftSampler
-from hf_hyperdflash.hub.formats import export_dflash, load_foreign
+from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import prompt, tiny_drafter, tiny_target
@@ -117,7 +117,7 @@ def whole(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def test_zlab(target, tmp_path, options):
     write_zlab(tmp_path, target, **options, **SHAPE)
     ids, count = prompt(14), 5 if "sample_from_anchor" in options.get("inner", ()) else 4
-    drafter = load_foreign(tmp_path, dtype=torch.float32)
+    drafter = load_drafter(tmp_path, dtype=torch.float32)
     assert drafter.config.target_layer_ids == options["layer_ids"] and drafter.num_draft_tokens == count
     check(drafter, target, zlab_logits(tmp_path, target, ids, count, slots=5), ids)
 
@@ -126,7 +126,7 @@ def test_zlab(target, tmp_path, options):
 def test_speculators(target, tmp_path, options):
     write_speculators(tmp_path, target, **options, **SHAPE)
     ids, count = prompt(14), 5 if options.get("sample_from_anchor") else 4
-    drafter = load_foreign(tmp_path, target=target, dtype=torch.float32)
+    drafter = load_drafter(tmp_path, target=target, dtype=torch.float32)
     assert drafter.config.target_layer_ids == [layer - 1 for layer in options["layer_ids"]]
     assert drafter.num_draft_tokens == count
     check(drafter, target, whole(*speculators_logits(tmp_path, target, ids, count, slots=5)), ids)
@@ -136,7 +136,7 @@ def test_speculators(target, tmp_path, options):
 def test_an_embedding_of_its_own_is_refused(target, tmp_path, size):
     write_speculators(tmp_path, target, layer_ids=[1], draft_vocab_size=size, verifier_weights="own", **SHAPE)
     with pytest.raises(ValueError, match=r"embed_tokens\.weight.* not a copy"):
-        load_foreign(tmp_path, target=target)
+        load_drafter(tmp_path, target=target)
 
 
 def test_a_layer_or_a_slot_off_is_another_drafter(target, tmp_path):
@@ -145,7 +145,7 @@ def test_a_layer_or_a_slot_off_is_another_drafter(target, tmp_path):
     ids = prompt(14)
     expected = whole(*speculators_logits(tmp_path, target, ids, 4, slots=5))
     for field, value in (("target_layer_ids", [1, 2]), ("sample_from_anchor", True)):
-        drafter = load_foreign(tmp_path, dtype=torch.float32)
+        drafter = load_drafter(tmp_path, dtype=torch.float32)
         setattr(drafter.config, field, value)
         found = drafted(drafter, target, ids, 4)
         assert (found - expected)[found.isfinite()].abs().max() > 0.01
@@ -172,7 +172,7 @@ def test_export_is_what_the_oracle_reads(target, tmp_path, format, windows):
         check(drafter, target, zlab_logits(tmp_path, target, ids, 4, slots=5), ids)
     else:
         check(drafter, target, whole(*speculators_logits(tmp_path, target, ids, 4, slots=5)), ids)
-    again = load_foreign(tmp_path)
+    again = load_drafter(tmp_path)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in drafter.state_dict().items())
     assert torch.equal(drafted(again, target, ids, 4), drafted(drafter, target, ids, 4))
     assert again.config.kinds == drafter.config.kinds
@@ -186,7 +186,7 @@ def test_scaled_rope_is_written_and_read(target, tmp_path):
     )
     for format in ("z-lab", "speculators"):
         export_dflash(drafter, tmp_path / format, format)
-        again = load_foreign(tmp_path / format, dtype=torch.bfloat16)
+        again = load_drafter(tmp_path / format, dtype=torch.bfloat16)
         assert {name: again.config.rope_parameters[name] for name in scaled} == scaled
         assert torch.equal(again.rotary_emb.inv_freq, drafter.rotary_emb.inv_freq)
         assert again.dtype == torch.bfloat16
@@ -196,9 +196,9 @@ def test_scaled_rope_is_written_and_read(target, tmp_path):
 
 def test_a_truncated_vocabulary_is_written_back(target, tmp_path):
     write_speculators(tmp_path / "theirs", target, layer_ids=[2, 3], draft_vocab_size=20, **SHAPE)
-    first = load_foreign(tmp_path / "theirs")
+    first = load_drafter(tmp_path / "theirs")
     export_dflash(first, tmp_path / "ours", "speculators")
-    again = load_foreign(tmp_path / "ours")
+    again = load_drafter(tmp_path / "ours")
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in first.state_dict().items())
     first.save_pretrained(tmp_path / "saved")  # and in our own layout
     loaded = HyperDFlashDrafter.from_pretrained(tmp_path / "saved", dtype=torch.float32)
@@ -213,8 +213,8 @@ def test_what_cannot_be_expressed_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"window.*`from_pretrained\(\.\.\., sliding_window=None\)`"):
         export_dflash(plain, tmp_path / "out")
     for fields, why in (
-        ({"sliding_window": 8, "window_from": "slot"}, "a window counts from the anchor"),
-        ({"causal_layers": "all"}, "full attention is never causal"),
+        ({"sliding_window": 8, "window_from": "slot"}, "`window_from` is 'slot', and there it would be 'anchor'"),
+        ({"causal_layers": "all"}, "`causal_layers` is 'all', and there it would be 'none'"),
     ):
         causal = tiny_drafter(qwen3(), reducer="fc", target_layer_ids=[0], **fields)
         with pytest.raises(ValueError, match=why):
@@ -227,11 +227,11 @@ def test_what_cannot_be_expressed_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dflash_config": None, "architectures": None}, "is no drafter: expected a config.json"),
-        ({"dflash_config": None}, "lacks `target_layer_ids` .None."),
+        ({"dflash_config": None, "architectures": None}, "a kind that is not read"),
+        ({"dflash_config": None}, "lacks `mask_token_id`"),
         ({"dflash_config": {"target_layer_ids": [0, 3], "mask_token_id": 1, "block_size": 5}}, "last layer's output"),
         ({"dflash_config": {"target_layer_ids": [2, 0], "mask_token_id": 1, "block_size": 5}}, "ascending"),
-        ({"dflash_config": {"target_layer_ids": [0, 2], "block_size": 5}}, "`mask_token_id` .None."),
+        ({"dflash_config": {"target_layer_ids": [0, 2], "block_size": 5}}, "lacks `mask_token_id`"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "but its `sliding_window` is None"),
         (
             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": False},
@@ -265,7 +265,7 @@ def test_what_cannot_be_read_is_refused(target, tmp_path, change, message):
     fields = {**json.loads((tmp_path / "config.json").read_text()), **change}
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
     with pytest.raises(ValueError, match=message):
-        load_foreign(tmp_path)
+        load_drafter(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -273,10 +273,10 @@ def test_what_cannot_be_read_is_refused(target, tmp_path, change, message):
     [
         ({"transformer_layer_config": None}, "`transformer_layer_config` .* is None, expected a dictionary"),
         ({"speculators_config": 3}, "`speculators_config` .* is 3, expected a dictionary"),
-        ({"aux_hidden_state_layer_ids": None}, "lacks `target_layer_ids`"),
+        ({"aux_hidden_state_layer_ids": None}, "lacks `aux_hidden_state_layer_ids`"),
         ({"aux_hidden_state_layer_ids": ["1"]}, "expected integers"),
-        ({"block_size": None}, "`block_size` .None."),
-        ({"mask_token_id": None}, "`mask_token_id` .None."),
+        ({"block_size": None}, "lacks `block_size`"),
+        ({"mask_token_id": None}, "lacks `mask_token_id`"),
         ({"mask_token_id": "1"}, "`mask_token_id` is '1', expected an integer"),
     ],
 )
@@ -285,7 +285,7 @@ def test_speculators_that_lack_something(target, tmp_path, change, message):
     fields = {**json.loads((tmp_path / "config.json").read_text()), **change}
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
     with pytest.raises(ValueError, match=message) as caught:
-        load_foreign(tmp_path)
+        load_drafter(tmp_path)
     assert str(tmp_path) in str(caught.value)
 
 
@@ -313,30 +313,30 @@ def _set(name, change):
 )
 def test_tensors_that_contradict_each_other(target, tmp_path, change, message):
     write_speculators(tmp_path, target, layer_ids=[2, 3], draft_vocab_size=20, **SHAPE)
-    load_foreign(tmp_path, target=target)
+    load_drafter(tmp_path, target=target)
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
-        load_foreign(tmp_path, target=target)
+        load_drafter(tmp_path, target=target)
 
 
 def test_only_its_own_safetensors_are_read(target, tmp_path):
     write_zlab(tmp_path, target, nested=True, layer_ids=[0, 2], **SHAPE)
     save_file({"fc.weight": torch.zeros(1)}, tmp_path / "z-other.safetensors")
-    load_foreign(tmp_path)
+    load_drafter(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match=r"no model\.safetensors.*not from pickles"):
-        load_foreign(tmp_path)
+        load_drafter(tmp_path)
     with pytest.raises(OSError, match=r"The folder \./none does not exist"):
-        load_foreign("./none")
+        load_drafter("./none")
 
 
 def test_a_dtype_is_given_by_name_too(target, tmp_path):
     write_zlab(tmp_path, target, nested=True, layer_ids=[0, 2], **SHAPE)
-    assert load_foreign(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
+    assert load_drafter(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
     with pytest.raises(ValueError, match="`dtype` is 'float7', expected a dtype of weights"):
-        load_foreign(tmp_path, dtype="float7")
+        load_drafter(tmp_path, dtype="float7")
 
 
 def test_what_our_own_command_trains_can_be_exported(target, tmp_path):
@@ -362,7 +362,7 @@ def test_an_export_replaces_no_other_model(target, tmp_path, unnamed):
     assert there == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     for format in ("speculators", "z-lab"):  # one export replaces another
         export_dflash(drafter, tmp_path / "out", format)
-    assert load_foreign(tmp_path / "out").config.target_layer_ids == [0, 2]
+    assert load_drafter(tmp_path / "out").config.target_layer_ids == [0, 2]
 
 
 def test_the_command(target, tmp_path):
@@ -370,7 +370,7 @@ def test_the_command(target, tmp_path):
     drafter.save_pretrained(tmp_path / "drafter")
     result = CliRunner().invoke(app, ["export", str(tmp_path / "drafter"), str(tmp_path / "out"), "--format", "z-lab"])
     assert result.exit_code == 0 and "--speculative-config" in result.output, result.output
-    assert load_foreign(tmp_path / "out").config.target_layer_ids == [0, 2]
+    assert load_drafter(tmp_path / "out").config.target_layer_ids == [0, 2]
 
 
 def test_weights_that_cannot_be_written_are_told(target, tmp_path):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashDrafter, load_drafter
 from hf_hyperdflash.cli.app import app
-from hf_hyperdflash.hub.formats import export_dflash, load_foreign
+from hf_hyperdflash.hub.formats import export_dflash
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers import oracle_layouts as oracle
@@ -114,7 +114,7 @@ def test_drafts_are_the_oracles_in_every_round(target, tmp_path, monkeypatch, ca
 def test_written_again_it_drafts_the_same(target, tmp_path, monkeypatch, case, format):
     """Read, written in any layout that has words for it, and read by the oracle and by us."""
     WRITERS[case](tmp_path / "theirs", target)
-    drafter = load_foreign(tmp_path / "theirs", target=target)
+    drafter = load_drafter(tmp_path / "theirs", target=target)
     given = {name: getattr(drafter.config, name) for name in type(drafter.config).__annotations__}
     export_dflash(drafter, tmp_path / "ours", format, target)
     check(rounds(monkeypatch, drafter, target, prompt(12), 0.7), tmp_path / "ours", target, 0.7)
@@ -139,7 +139,7 @@ def test_what_they_are_told_of_serving(target, tmp_path):
         ("speculators vanilla", "speculators"), ("z-lab dflash2", "z-lab"), ("z-lab dflash2", "speculators"),
     ):  # fmt: skip
         WRITERS[case](tmp_path / "theirs", target)
-        told[case, format] = export_dflash(load_foreign(tmp_path / "theirs"), tmp_path / "ours", format, target)
+        told[case, format] = export_dflash(load_drafter(tmp_path / "theirs"), tmp_path / "ours", format, target)
     deepspec = told["deepspec vanilla", "deepspec"]
     assert '"method": "dspark"' in deepspec and "--speculative-dspark-block-size 5" in deepspec
     assert '"num_speculative_tokens": 5' in deepspec
@@ -159,7 +159,7 @@ def test_our_own_drafter_says_how_many_layers_its_target_has(target, tmp_path):
     export_dflash(plain, tmp_path / "z-lab")
     for format in ("deepspec", "z-lab"):
         assert json.loads((tmp_path / format / "config.json").read_text())["num_target_layers"] == 4
-        assert load_foreign(tmp_path / format).config.target_num_layers == 4
+        assert load_drafter(tmp_path / format).config.target_num_layers == 4
     plain.config.target_num_layers = 0  # not known
     export_dflash(plain, tmp_path / "z-lab")
     assert "num_target_layers" not in json.loads((tmp_path / "z-lab" / "config.json").read_text())
@@ -167,19 +167,19 @@ def test_our_own_drafter_says_how_many_layers_its_target_has(target, tmp_path):
 
 def test_selectors_as_pypis_dflash_saves_them(target, tmp_path):
     DFLASH2(tmp_path, target)
-    first = load_foreign(tmp_path).state_dict()
+    first = load_drafter(tmp_path).state_dict()
     tensors = load_file(tmp_path / "model.safetensors")
     for name in ("predecessor_codebook", "successor_codebook"):
         tensors[f"candidate_selector.{name}.weight"] = tensors.pop(f"candidate_selector.{name}")
     save_file(tensors, tmp_path / "model.safetensors")
-    assert all(torch.equal(value, first[name]) for name, value in load_foreign(tmp_path).state_dict().items())
+    assert all(torch.equal(value, first[name]) for name, value in load_drafter(tmp_path).state_dict().items())
 
 
 def test_copies_of_another_target_are_refused(target, tmp_path):
     DEEPSPEC(tmp_path, target)
     torch.manual_seed(1)
     with pytest.raises(ValueError, match=r"embed_tokens\.weight.* not a copy"):
-        load_foreign(tmp_path, target=qwen3().eval())
+        load_drafter(tmp_path, target=qwen3().eval())
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_copies_of_another_target_are_refused(target, tmp_path):
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused(target, tmp_path, writer, change, message):
     writer(tmp_path, target)
-    load_foreign(tmp_path)
+    load_drafter(tmp_path)
     fields = {**json.loads((tmp_path / "config.json").read_text()), **change}
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
     with pytest.raises(ValueError, match=message) as caught:
@@ -233,23 +233,23 @@ def test_what_cannot_be_read_is_refused(target, tmp_path, writer, change, messag
 @pytest.mark.parametrize(
     ("fields", "format", "message"),
     [
-        ({"sequential_head": "markov"}, "z-lab", "z-lab's layout has no 'markov' head"),
-        ({"confidence_head": True}, "z-lab", "z-lab's layout has no confidence head"),
-        ({"sequential_head": "state"}, "speculators", "DSpark has no 'state' head"),
-        ({"sequential_head": "selector"}, "speculators", "convolutions in its layers, and this drafter has none"),
-        ({"conv_kernel_size": 2}, "z-lab", "'selector' head, and this drafter has 'none'"),
+        ({"sequential_head": "markov"}, "z-lab", "`sequential_head` is 'markov', and there it would be 'none'"),
+        ({"confidence_head": True}, "z-lab", "`confidence_head` is True.* False"),
+        ({"sequential_head": "state"}, "speculators", "`sequential_head` is 'state', and there it would be 'none'"),
+        ({"sequential_head": "selector"}, "speculators", "`sequential_head` is 'selector', .* 'none'"),
+        ({"conv_kernel_size": 2}, "z-lab", "`conv_kernel_size` is 2.* 0"),
         ({"conv_kernel_size": 2, "sequential_head": "selector", "confidence_head": True}, "speculators",
-         "DFlash 2 has no confidence head"),
+         "`confidence_head` is True.* False"),
         ({"conv_kernel_size": 2, "sequential_head": "selector", "draft_vocab_size": 20}, "speculators",
-         "DFlash 2 has no truncated vocabulary"),
-        ({"conv_kernel_size": 2, "sequential_head": "markov"}, "deepspec", "DSpark's layers have no convolutions"),
-        ({"sequential_head": "markov", "head_candidates": 16}, "speculators", "the block's 16 best tokens"),
+         "`draft_vocab_size` is 20.* 0"),
+        ({"conv_kernel_size": 2, "sequential_head": "markov"}, "deepspec", "`conv_kernel_size` is 2.* 0"),
+        ({"sequential_head": "markov", "head_candidates": 16}, "speculators", "`head_candidates` is 16.* 64"),
         ({"sequential_head": "markov", "confidence_head": True, "confidence_temperatures": [1.5] * 6}, "speculators",
-         r"its confidence is calibrated.*`from_pretrained\(\.\.\., confidence_temperatures=None\)`"),
-        ({"sequential_head": "recurrent"}, "speculators", "state of an 'rnn' head begins at the anchor's slot"),
-        ({"sequential_head": "markov", "sample_from_anchor": False}, "deepspec", "the anchor's slot drafts as well"),
-        ({"draft_vocab_size": 20}, "deepspec", "DeepSpec's layout has no truncated vocabulary"),
-        ({"sliding_window": 8}, "deepspec", "DeepSpec's layout has no window"),
+         r"`confidence_temperatures` is .* None.*`from_pretrained\(\.\.\., confidence_temperatures=None\)`"),
+        ({"sequential_head": "recurrent"}, "speculators", "has an 'rnn' head and `sample_from_anchor` is false"),
+        ({"sequential_head": "markov", "sample_from_anchor": False}, "deepspec", "_anchor` is False.* True"),
+        ({"draft_vocab_size": 20}, "deepspec", "`draft_vocab_size` is 20.* 0"),
+        ({"sliding_window": 8}, "deepspec", "`sliding_window` is 8, and there it would be None: load it with"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_said_is_refused(target, tmp_path, fields, format, message):
@@ -279,6 +279,6 @@ def test_the_command(target, tmp_path):
     command = ["export", str(tmp_path / "drafter"), str(tmp_path / "out"), "--format"]
     result = CliRunner().invoke(app, [*command, "deepspec", "--target", str(tmp_path / "target")])
     assert result.exit_code == 0 and '"method": "dspark"' in result.output, result.output
-    assert load_foreign(tmp_path / "out", target=target).config.sequential_head == "markov"
+    assert load_drafter(tmp_path / "out", target=target).config.sequential_head == "markov"
     refused = CliRunner().invoke(app, [*command, "z-lab", "--target", "nowhere"])  # before the target is looked for
-    assert refused.exit_code and "no 'markov' head" in str(refused.exception)
+    assert refused.exit_code and "`sequential_head` is 'markov'" in str(refused.exception)

@@ -16,8 +16,9 @@ from hf_hyperdflash import (
     load_drafter,
     load_target,
 )
-from hf_hyperdflash.hub.formats import export_dflash, load_foreign
-from hf_hyperdflash.hub.loading import check_drafter, check_made_for, default_dtype, load_own_drafter
+from hf_hyperdflash.hub.formats import export_dflash
+from hf_hyperdflash.hub.found import check_drafter
+from hf_hyperdflash.hub.loading import check_made_for, default_dtype, load_own_drafter
 
 from ..conftest import tiny_config, tiny_drafter, tiny_target
 from ..helpers.deepseek_checkpoints import (
@@ -226,7 +227,7 @@ def test_a_folder_of_a_folder_is_a_subfolder(tmp_path, kind):
     loaded = load_target(str(tmp_path / "all"), subfolder="target", dtype="float32")
     assert type(loaded) is type(target)
     of_others = kind in ("z-lab", "speculators")
-    for load in (load_drafter, load_foreign if of_others else type(drafter).from_pretrained):
+    for load in (load_drafter, *(() if of_others else (type(drafter).from_pretrained,))):
         found = load(tmp_path / "all", subfolder="inner", dtype=torch.float32)
         assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in drafter.state_dict().items())
     with pytest.raises(OSError, match=r"The folder .*/all/outer does not exist"):
@@ -306,3 +307,15 @@ def test_text_that_need_not_be_exact_is_in_bfloat16_where_the_cpu_multiplies_tha
         assert in_gguf == ("bfloat16" if is_faster else "float32")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert default_dtype(str(tmp_path)) == "auto" and default_dtype("org/name/model.gguf") == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", ["z-lab", "speculators"])
+def test_a_drafter_of_others_is_looked_at_once(tmp_path, kind):
+    """What was found is all that is read of its configuration, by the check of the pair and by loading."""
+    target, drafter = written(kind, tmp_path / "drafter")
+    target.save_pretrained(tmp_path / "target")
+    found = check_drafter(tmp_path / "drafter")
+    (tmp_path / "drafter" / "config.json").unlink()
+    check_made_for(str(tmp_path / "target"), found)
+    loaded = load_drafter(found, target=target)
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in drafter.state_dict().items())

@@ -14,7 +14,6 @@ from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.drafters.unrolled.drafter import UnrolledDrafter
-from hf_hyperdflash.hub.formats import load_foreign
 from hf_hyperdflash.hub.loading import load_target
 from hf_hyperdflash.hub.publish import planned_push
 from hf_hyperdflash.targets.registry import target_of
@@ -547,7 +546,7 @@ def test_what_cannot_be_reproduced_of_specblock_is_refused(tmp_path, more, told)
 )
 def test_drafters_of_another_kind_are_no_targets(tmp_path, fields, kind):
     saved(tmp_path, fields, {"fc.weight": torch.zeros(2, 4)})
-    for load in (load_drafter, load_target, load_foreign):
+    for load in (load_drafter, load_target):
         with pytest.raises(ValueError, match=f"a kind that is not read .{kind}.") as caught:
             load(tmp_path)
         assert "hf-hyperdflash train" not in str(caught.value)

@@ -7,8 +7,7 @@ import pytest
 from safetensors.torch import save_file
 
 from hf_hyperdflash import load_drafter
-from hf_hyperdflash.hub.formats import load_foreign
-from hf_hyperdflash.hub.loading import check_drafter
+from hf_hyperdflash.hub.found import check_drafter
 
 from ..helpers.families import qwen3
 from ..helpers.oracle_dflash import write_speculators, write_zlab
@@ -48,8 +47,8 @@ def test_it_is_said_what_quantized_it_before_weights_are_read(tmp_path, monkeypa
         **fields.get("transformer_layer_config", {}), **SAID[by].get("transformer_layer_config", {})
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({**SAID[by], **fields}))
-    monkeypatch.setattr("hf_hyperdflash.hub.formats.load_file", None)  # weights are not read
-    for load in (load_drafter, load_foreign, check_drafter):
+    monkeypatch.setattr("hf_hyperdflash.hub.foreign.load_file", None)  # weights are not read
+    for load in (load_drafter, check_drafter):
         with pytest.raises(ValueError, match=f"quantized by {by}") as caught:
             load(tmp_path)
         told = str(caught.value)

@@ -179,22 +179,3 @@ def _draft_all(
         return logits
     anchors = torch.zeros_like(limits)  # which no head reads
     return grow_in_graph(asked, anchors, limits, depth, steps)
-
-
-def fits(fields: dict[str, Any]) -> bool:
-    """Return whether a config.json is that of published heads: it names heads and target, medusa_lm_head has the
-    tensors."""
-    return "medusa_num_heads" in fields
-
-
-def read(fields: dict[str, Any], name: str) -> MedusaConfig:
-    """Return the configuration of published heads, whose sizes [`settle`] sets."""
-    return MedusaConfig(target_name_or_path=fields.get("base_model_name_or_path") or "")
-
-
-def settle(config: MedusaConfig, tensors: dict[str, torch.Tensor], fields: dict[str, Any]) -> None:
-    """Set the sizes by the tensors: no config.json names the widths, and some name too few heads."""
-    config.medusa_num_heads = len({key.partition(".")[0] for key in tensors})
-    config.medusa_num_layers = sum(key.startswith("0.") and key.endswith(".linear.weight") for key in tensors)
-    last = tensors.get(f"0.{config.medusa_num_layers}.weight", torch.empty(1, 1))
-    *_, config.vocab_size, config.hidden_size = (1, 1, *last.shape)

@@ -4,70 +4,41 @@ head. Every input of a block drafts, the anchor too. It counts layers as we do, 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
-from . import flat
-from .common import (
-    has_mark,
-    layer_fields,
-    num_target_layers_field,
-    obstacles_to_dspark,
-    served_by_both,
-    soft_cap_field,
-    to_outputs,
-    write_dspark,
+from ...drafters.parts.block_attention import FULL
+from .lines import DSPARK, ROPE, SOFT_CAP, TARGET_DEPTH, served_by_both, shape
+from .table import Entry, Fields, Given, Layout, always, marked
+from .zlab import (
+    BLOCK_SIZE,
+    CAUSAL,
+    CHANGES_DRAFTS,
+    HEADS,
+    IGNORES,
+    LAYERS_READ,
+    MASK,
+    MORE,
+    PREFIX,
+    PROJECTOR,
+    SECTIONS,
+    rename,
 )
 
 _ARCHITECTURE = "Qwen3DSparkModel"
-_MARKS = (_ARCHITECTURE, "Gemma4DSparkModel")
 
 
-def fits(fields: dict[str, Any]) -> bool:
-    """Return whether a config.json is in this layout."""
-    return has_mark(fields, _MARKS)
-
-
-def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
-    """Return the configuration of a drafter, from its config.json.
-
-    Raises:
-        ValueError: If it cannot be reproduced here.
-    """
-    if _ARCHITECTURE not in fields["architectures"]:
+def _check_architecture(given: Given) -> Fields:
+    if _ARCHITECTURE not in given.architectures.split():
         raise ValueError(
-            f"{name} is a {', '.join(fields['architectures'])}, whose layers are not Qwen3's, which is not "
+            f"{given.name} is a {', '.join(given.top['architectures'])}, whose layers are not Qwen3's, which is not "
             f"supported: expected {_ARCHITECTURE}."
         )
-    return flat.read(fields, name)
+    return {}
 
 
-def write(config: HyperDFlashConfig) -> dict[str, Any]:
-    """Return the config.json of a drafter."""
-    return {
-        "architectures": [_ARCHITECTURE],
-        **layer_fields(config),
-        "rope_parameters": dict(config.rope_parameters or {}),
-        **num_target_layers_field(config),
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": to_outputs(config),
-        **soft_cap_field(config),
-        "num_anchors": 512,  # of its training, without which it does not load
-        **write_dspark(config),
-    }
-
-
-def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
-    """Return reasons why the layout cannot express a drafter, each with whether it applies."""
-    return {
-        "DeepSpec's layout has no truncated vocabulary": bool(config.draft_vocab_size),
-        "in DeepSpec's layout the anchor's slot drafts as well (`sample_from_anchor`)": not config.sample_from_anchor,
-        "DeepSpec's layout has no window (`sliding_window`): load it with `from_pretrained(..., "
-        "sliding_window=None)`, whose drafts are the same up to that many tokens": config.sliding_window is not None,
-        "DeepSpec's layers are not causal (`causal_layers`)": config.causal_layers != "none",
-        **obstacles_to_dspark(config),
-    }
+def _write_no_window(config: HyperDFlashConfig) -> Fields:  # the program knows none
+    full = [FULL] * config.num_hidden_layers
+    return {"layer_types": full, "sliding_window": None, "use_sliding_window": False}
 
 
 def served(config: HyperDFlashConfig, folder: Path) -> str:
@@ -77,3 +48,32 @@ def served(config: HyperDFlashConfig, folder: Path) -> str:
     speculative = {"method": "dspark", "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
     sglang = f"--speculative-algorithm DSPARK --speculative-draft-model-path {folder}"
     return served_by_both(config, speculative, f"{sglang} --speculative-dspark-block-size {config.block_size}")
+
+
+LAYOUT = Layout(
+    fits=marked(_ARCHITECTURE, "Gemma4DSparkModel"),
+    config=HyperDFlashConfig,
+    table=(
+        Entry((), _check_architecture, lambda config: {"architectures": [_ARCHITECTURE]}),
+        PROJECTOR,
+        shape(),
+        Entry((), write=_write_no_window),
+        ROPE,
+        TARGET_DEPTH,
+        BLOCK_SIZE,
+        MASK,
+        LAYERS_READ,
+        SOFT_CAP,
+        always("num_anchors", lambda config: 512),  # of its training, without which it does not load
+        HEADS._replace(write=DSPARK.write),
+        Entry(CAUSAL.names, CAUSAL.read),
+        *MORE,
+    ),
+    sections=SECTIONS,
+    prefix=PREFIX,
+    changes_drafts=CHANGES_DRAFTS,
+    ignores=IGNORES,
+    rename=rename,
+    copies_target=True,
+    served=served,
+)

@@ -3,18 +3,11 @@ layers it reads it mostly does not say: 1, n / 2 - 1 and n - 4, as EAGLE-3; else
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-
 from ...drafters.unrolled.configuration_specblock import SpecBlockConfig
-from .common import EAGLE_IDS, SHAPE_FIELDS, check_known, eagle_config_ids, has_mark, read_shape, section
+from .eagle3 import draft_vocabulary, target_layers
+from .lines import EAGLE_IDS, ROPE, SOFT_CAP, Given, eagle_config_ids, shape
+from .table import Fields, Layout, marked, same
 
-_MARKS = ("diffspec_draft_token_num", "LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift")
-_READS = (
-    *SHAPE_FIELDS, "diffspec_draft_token_num", "draft_vocab_size", "eagle_config", "target_hidden_size",
-    "target_model_type", "final_logit_softcapping",
-)  # fmt: skip
 # Their names, and ours.
 _NAMES = {
     "input_layer.condition_proj": "fc", "input_layer.condition_norm": "condition_norm",
@@ -25,46 +18,28 @@ _NAMES = {
 }  # fmt: skip
 
 
-def fits(fields: dict[str, Any]) -> bool:
-    """Return whether a config.json is in this layout."""
-    return has_mark(fields, _MARKS)
+def _head_width(given: Given) -> Fields:  # theirs reads no other
+    return {"head_dim": (given("hidden_size") or 0) // (given("num_attention_heads") or 1)}
 
 
-def read(fields: dict[str, Any], name: str) -> SpecBlockConfig:
-    """Return the configuration of a drafter, from its config.json.
-
-    Raises:
-        ValueError: If it cannot be reproduced here.
-    """
-    check_known(fields, name, _READS, {"rank_classes": (4,), "is_causal": (True,)})
-    eagle = section(fields, "eagle_config", name) if fields.get("eagle_config") is not None else {}
-    check_known(eagle, name, (EAGLE_IDS,), {"use_aux_hidden_state": (True,)})
-    ids = eagle_config_ids(eagle, name)
-    width, heads = fields.get("hidden_size") or 0, fields.get("num_attention_heads") or 1
-    shape = read_shape({**fields, "head_dim": width // heads}, name)  # theirs reads no other
-    try:
-        return SpecBlockConfig(
-            **shape,
-            block_size=fields.get("diffspec_draft_token_num") or 7,
-            draft_vocab_size=fields.get("draft_vocab_size") or 32000,
-            final_logit_softcapping=fields.get("final_logit_softcapping") or None,
-            reducer="stream_mean",
-            any_streams=True,
-            own_embedding=fields.get("target_hidden_size") not in (None, 0, width),
-            target_layer_ids=ids or [1, 2, 3],
-            usual_layers=not ids,
-            target_hidden_size=fields.get("target_hidden_size") or 0,
-            target_hc_mult=1,
-            target_model_type=fields.get("target_model_type") or "",
-        )
-    except ValueError as error:
-        raise ValueError(f"config.json of {name}: {error}") from error
+def _rename(name: str) -> str:
+    stem, _, last = name.rpartition(".")
+    return f"{_NAMES.get(stem, stem)}.{last}".removeprefix(".")
 
 
-def rename(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename tensors to our names."""
-    named = {}
-    for key, tensor in tensors.items():
-        stem, _, last = key.rpartition(".")
-        named[f"{_NAMES.get(stem, stem)}.{last}".removeprefix(".")] = tensor
-    return named
+LAYOUT = Layout(
+    fits=marked("diffspec_draft_token_num", "LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift"),
+    config=SpecBlockConfig,
+    table=(
+        shape(_head_width),
+        ROPE,
+        SOFT_CAP,
+        target_layers(eagle_config_ids),
+        draft_vocabulary(lambda given: 32000),
+        same("block_size", "diffspec_draft_token_num", missing=7),
+        same("target_model_type", "target_model_type", missing=""),
+    ),
+    sections={"eagle_config": (EAGLE_IDS,)},
+    changes_drafts={"rank_classes": (4,), "is_causal": (True,), "use_aux_hidden_state": (True,)},
+    rename=_rename,
+)

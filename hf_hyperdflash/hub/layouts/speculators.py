@@ -1,7 +1,5 @@
-"""Reads and writes the layout of vllm-project/speculators for DFlash, DFlash 2 and DSpark.
-
-Its layer id i means the input of layer i, so each id is one more than ours.
-"""
+"""The layout of vllm-project/speculators for DFlash, DFlash 2 and DSpark. Its layer id i means the input of layer i,
+so each id is one more than ours."""
 
 from __future__ import annotations
 
@@ -10,28 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
-from ...drafters.parts.block_attention import SLIDING
-from .common import (
-    SHAPE_FIELDS,
-    WINDOW_FIELDS,
-    check_known,
-    drafter_config,
+from .lines import (
+    DFLASH2,
+    DRAFT_VOCABULARY,
+    DSPARK,
+    ROPE,
+    SOFT_CAP,
+    STREAMS,
+    WINDOWS,
     is_dflash2,
-    layer_fields,
-    obstacles_to_dflash2,
-    obstacles_to_dspark,
-    read_dflash2,
-    read_dspark,
+    is_dspark,
+    layers_read,
     read_windows,
-    section,
-    soft_cap_field,
-    to_outputs,
-    write_dflash2,
-    write_dspark,
+    shape,
 )
+from .table import Entry, Fields, Given, Layout, always, inside, same, section
+from .zlab import BLOCK_SIZE, rename
 
+LAYERS, _ALGORITHM = "transformer_layer_config", "speculators_model_type"
+_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
+_HEADS = {"dflash2": DFLASH2, "dspark": DSPARK}
 # What a missing field means, by algorithm.
-_DEFAULTS: dict[str, dict[str, Any]] = {
+_DEFAULTS: dict[str, Fields] = {
     "dflash": {"sample_from_anchor": False, "sliding_window_non_causal": False},
     "dflash2": {
         "sample_from_anchor": False, "sliding_window_non_causal": True, "conv_kernel_size": 2, "conv_group_size": 16,
@@ -42,127 +40,110 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
     },
 }  # fmt: skip
-_HEADS = {"dflash2": read_dflash2, "dspark": read_dspark}
-_READS = (
-    "speculators_model_type", "speculators_config", "transformer_layer_config", "draft_vocab_size", "block_size",
-    "aux_hidden_state_layer_ids", "mask_token_id", "target_hidden_size", "final_logit_softcapping",
-    *(field for fields in _DEFAULTS.values() for field in fields),
-)  # fmt: skip
-_LAYER_FIELDS = (*SHAPE_FIELDS, *WINDOW_FIELDS, "hc_mult", "final_logit_softcapping")
 
 
-def fits(fields: dict[str, Any]) -> bool:
-    """Return whether a config.json is in this layout. [`~hub.layouts.eagle3`] reads its EAGLE-3 drafters."""
-    return fields.get("speculators_model_type", "eagle3") != "eagle3"
+def _algorithm(config: HyperDFlashConfig) -> str:
+    return "dflash2" if is_dflash2(config) else "dspark" if is_dspark(config) else "dflash"
 
 
-def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
-    """Return the configuration of a drafter from its config.json.
-
-    Raises:
-        ValueError: If the drafter would draft something else here.
-    """
-    algorithm = fields["speculators_model_type"]
-    if algorithm not in _DEFAULTS:
-        raise ValueError(f"{name} is a {algorithm!r} speculator, expected one of {', '.join(_DEFAULTS)}.")
-    layer, method = (section(fields, key, name) for key in ("transformer_layer_config", "speculators_config"))
-    check_known(fields, name, _READS)
-    check_known(layer, name, _LAYER_FIELDS)
-    value = {**_DEFAULTS[algorithm], **fields}.get
-    windows = read_windows(layer, name)
-    size = fields.get("draft_vocab_size") or layer.get("vocab_size")
-    heads = _HEADS[algorithm](value, name) if algorithm in _HEADS else {}
-    if heads.get("sequential_head") == "recurrent" and not value("sample_from_anchor"):
-        raise ValueError(
-            f"{name} has an 'rnn' head and `sample_from_anchor` is false: its state begins at the anchor's slot, "
-            "which drafts nothing, and that is not supported."
-        )
-    return drafter_config(
-        layer, name,
-        layer_ids=[i - 1 if isinstance(i, int) else i for i in fields.get("aux_hidden_state_layer_ids") or ()],
-        block_size=fields.get("block_size"),
-        mask_token_id=fields.get("mask_token_id"),
-        target_hidden_size=fields.get("target_hidden_size"),
-        causal_layers="sliding" if windows and not value("sliding_window_non_causal") else "none",
-        **windows,
-        sample_from_anchor=bool(value("sample_from_anchor")),
-        target_name_or_path=(method.get("verifier") or {}).get("name_or_path") or "",
-        draft_vocab_size=0 if size == layer.get("vocab_size") else size,
-        final_logit_softcapping=value("final_logit_softcapping") or layer.get("final_logit_softcapping") or None,
-        **heads,
-    )  # fmt: skip
+def _read_algorithm(given: Given) -> Fields:
+    if (algorithm := str(given(_ALGORITHM))) not in _DEFAULTS:
+        raise ValueError(f"{given.name} is a {algorithm!r} speculator, expected one of {', '.join(_DEFAULTS)}.")
+    return {}
 
 
-def write(config: HyperDFlashConfig) -> dict[str, Any]:
-    """Return the config.json of a drafter."""
-    algorithm, architecture, heads = _algorithm(config), "DFlashDraftModel", {}
-    if algorithm == "dflash2":
-        architecture, heads = "DFlash2DraftModel", write_dflash2(config)
-    elif algorithm == "dspark":
-        architecture, heads = "DSparkDraftModel", write_dspark(config)
+def _read_target(given: Given) -> Fields:
+    verifier = section(given.top, "speculators_config", given.name).get("verifier") or {}
+    return {"target_name_or_path": verifier.get("name_or_path") or ""}
+
+
+def _write_method(config: HyperDFlashConfig) -> Fields:
     method = {
         "proposal_type": "greedy", "speculative_tokens": config.max_draft_tokens, "accept_tolerance": 0.0,
         "verifier_accept_k": 1,
     }  # fmt: skip
     return {
-        "architectures": [architecture],
-        "speculators_model_type": algorithm,
         "speculators_config": {
-            "algorithm": algorithm,
+            "algorithm": _algorithm(config),
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
             "verifier": {"name_or_path": config.target_name_or_path or None, "architectures": []},
-        },
-        "transformer_layer_config": {**layer_fields(config), "rope_parameters": dict(config.rope_parameters or {})},
-        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in to_outputs(config)],
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
-        "sample_from_anchor": config.sample_from_anchor,
-        # vLLM makes every layer causal where this is false.
-        "sliding_window_non_causal": config.causal_layers != "sliding",
-        **soft_cap_field(config),
-        **heads,
+        }
     }
 
 
-def _algorithm(config: HyperDFlashConfig) -> str:
-    """Return what speculators calls a drafter's kind."""
-    if is_dflash2(config):
-        return "dflash2"
-    return "dspark" if config.sequential_head != "none" or config.confidence_head else "dflash"
+def _read_causal(given: Given) -> Fields:
+    return {"causal_layers": "sliding" if read_windows(given) and not given("sliding_window_non_causal") else "none"}
 
 
-def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
-    """Return reasons why the layout cannot express a drafter, each with whether it applies."""
-    algorithm = _algorithm(config)
-    windows = {
-        "in speculators' layout a window counts from the anchor (`window_from`)": SLIDING in config.kinds
-        and config.window_from == "slot",
-        "in speculators' layout full attention is never causal (`causal_layers`)": config.causal_layers == "all",
-    }
-    if algorithm == "dflash2":
-        return {**windows, **obstacles_to_dflash2(config)}
-    begins_at_anchor = config.sequential_head == "recurrent" and not config.sample_from_anchor
+def _read_heads(given: Given) -> Fields:
+    heads = _HEADS[given(_ALGORITHM)].read(given) if given(_ALGORITHM) in _HEADS else {}
+    if heads.get("sequential_head") == "recurrent" and not given("sample_from_anchor"):
+        raise ValueError(
+            f"{given.name} has an 'rnn' head and `sample_from_anchor` is false: its state begins at the anchor's "
+            "slot, which drafts nothing, and that is not supported."
+        )
+    return heads
+
+
+def _write_heads(config: HyperDFlashConfig) -> Fields:
+    return _HEADS[_algorithm(config)].write(config) if _algorithm(config) in _HEADS else {}
+
+
+def _write_draft_vocabulary(config: HyperDFlashConfig) -> Fields:  # a part of one is unknown to DFlash 2
     return {
-        "in speculators' layout the state of an 'rnn' head begins at the anchor's slot, which drafts nothing here": (
-            begins_at_anchor
-        ),
-        **windows,
-        **(obstacles_to_dspark(config) if algorithm == "dspark" else {}),
+        "draft_vocab_size": config.vocab_size if is_dflash2(config) else config.draft_vocab_size or config.vocab_size
     }
 
 
 def served(config: HyperDFlashConfig, folder: Path) -> str:
     """Return the option with which vLLM serves the drafter, or why no engine does."""
-    algorithm = _algorithm(config)
-    if algorithm == "dflash2":
+    if is_dflash2(config):
         return "vLLM reads DFlash 2 in z-lab's layout."
     if config.sequential_head in ("gated_markov", "recurrent"):
         return f"No engine is known to serve a {config.sequential_head!r} head: vLLM knows 'markov' alone."
-    speculative = {"method": algorithm, "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
+    speculative: dict[str, Any] = {"method": _algorithm(config), "model": str(folder)}
+    speculative["num_speculative_tokens"] = config.max_draft_tokens
     command = f"vLLM: --speculative-config '{json.dumps(speculative)}'"
     if config.sliding_window is None:
         return command
     window = f"vLLM counts the window of {config.sliding_window} from each slot, not the anchor: drafts may differ."
     return f"{command}\n{window}"
+
+
+def rename_speculators(name: str) -> str | None:
+    """The target's `hc_head_...` are of its loss."""
+    return None if name in ("hc_head_fn", "hc_head_base", "hc_head_scale") else rename(name)
+
+
+TARGET = Entry(("speculators_config",), _read_target, _write_method)
+LAYOUT = Layout(
+    fits=lambda fields: fields.get(_ALGORITHM, "eagle3") != "eagle3",
+    config=HyperDFlashConfig,
+    table=(
+        always("architectures", lambda config: [_ARCHITECTURES[_algorithm(config)]]),
+        Entry((_ALGORITHM,), _read_algorithm, lambda config: {_ALGORITHM: _algorithm(config)}),
+        TARGET,
+        *inside(LAYERS, shape(), ROPE),
+        DRAFT_VOCABULARY._replace(write=_write_draft_vocabulary),
+        layers_read("aux_hidden_state_layer_ids", 1),
+        BLOCK_SIZE,
+        same("mask_token_id", "mask_token_id", is_needed=True),
+        same("sample_from_anchor", "sample_from_anchor", missing=False),
+        # vLLM makes every layer causal where this is false.
+        Entry(
+            ("sliding_window_non_causal",),
+            _read_causal,
+            lambda config: {"sliding_window_non_causal": config.causal_layers != "sliding"},
+        ),
+        SOFT_CAP,
+        Entry((*DFLASH2.names, *DSPARK.names), _read_heads, _write_heads),
+        STREAMS._replace(names=("target_hidden_size",)),
+        WINDOWS,
+        Entry(("final_logit_softcapping", "hc_mult"), is_of_layers=True),  # or there
+    ),
+    layers_in=LAYERS,
+    defaults=lambda fields: _DEFAULTS.get(str(fields[_ALGORITHM]), {}),
+    rename=rename_speculators,
+    served=served,
+)

@@ -1,4 +1,5 @@
-"""z-lab's layout: DFlash and DFlash 2, a Qwen3 configuration with a `dflash_config`. It counts layers as we do."""
+"""z-lab's layout, as SpecForge and NVIDIA write it, too: DFlash, DFlash 2 and DSpark in a Qwen3 configuration with a
+`dflash_config`. It counts layers as we do. SpecForge's DSpark drafts as DeepSpec's does."""
 
 from __future__ import annotations
 
@@ -8,73 +9,128 @@ from typing import Any
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.parts.block_attention import SLIDING
-from .common import (
-    has_mark,
+from .lines import (
+    DFLASH2,
+    DRAFT_VOCABULARY,
+    DSPARK,
+    ROPE,
+    SELECTOR_FIELDS,
+    SOFT_CAP,
+    STREAMS,
+    TARGET_DEPTH,
+    WINDOWS,
     is_dflash2,
-    layer_fields,
-    num_target_layers_field,
-    obstacles_to_dflash2,
+    layers_read,
+    read_windows,
     served_by_both,
-    soft_cap_field,
-    to_outputs,
-    write_dflash2,
+    shape,
 )
-from .flat import CAUSAL, DFLASH2, read
+from .table import Entry, Fields, Given, Layout, always, inside, marked, same, written_if
 
-__all__ = ["fits", "obstacles", "read", "served", "write"]
-_MARKS = (
-    "dflash_config", "dspark_config", "markov_rank", "DSparkDraftModel", "DominoDraftModel", DFLASH2,
-    "DFlashDraftModel",
+_ARCHITECTURES = {False: "DFlashDraftModel", True: "DFlash2DraftModel"}  # by whether it is DFlash 2
+_CAUSAL = {None: "sliding", False: "none", True: "all"}  # what `is_causal` means
+# With these values of `projector_type` the other fields describe the drafter completely.
+_PROJECTORS = (None, "dflash", "dflash2", "dspark")
+SECTIONS = {"dflash_config": None, "dspark_config": None}
+PREFIX = "dspark_"
+IGNORES = (
+    "architectures", "mask_token", "has_embed_tokens", "has_lm_head", "sliding_window", "projector_type"
 )  # fmt: skip
+CHANGES_DRAFTS: dict[str, tuple[Any, ...]] = {
+    "input_embedding_scale": (1,), "output_multiplier": (1,), "logit_scale": (1,),
+    "shift_label": (False,), "attention_sink_bias": (False,), "add_swa_attention_sink_bias": (False,),
+    "attention_value_scale": (1,), "is_neox_style": (True,), "rope_is_neox_style": (True,),
+    "use_aux_hidden_state": (True,), "attention_mode": ("gqa", "mha"),
+}  # fmt: skip
 
 
-def fits(fields: dict[str, Any]) -> bool:
-    """Return whether a config.json is in this layout."""
-    return has_mark(fields, _MARKS)
+def _check_projector(given: Given) -> Fields:
+    projector = "domino" if "Domino" in given.architectures else given("projector_type")
+    if projector not in _PROJECTORS:
+        raise ValueError(
+            f"`projector_type` of {given.name} is {projector!r}, which is not supported: expected dflash or dspark."
+        )
+    return {}
 
 
-def write(config: HyperDFlashConfig) -> dict[str, Any]:
-    """Return the config.json of a drafter."""
-    rope = dict(config.rope_parameters or {})
-    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
-    fields = {
-        **layer_fields(config),
-        **num_target_layers_field(config),
-        "dflash_config": {
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": to_outputs(config),
-            **soft_cap_field(config),
-        },
-    }
-    is_causal = next(value for value, layers in CAUSAL.items() if layers == config.causal_layers)
-    if is_causal or (is_causal is False and (is_dflash2(config) or SLIDING in config.kinds)):
-        fields["is_causal"] = is_causal
-    if is_dflash2(config):  # whose files are of the newer form
-        fields["dflash_config"] |= {"block_size": config.block_size, **write_dflash2(config)}
-        return {"architectures": [DFLASH2], **fields, "rope_parameters": rope}
+def _is_dspark(given: Given) -> bool:
+    """Return whether a drafter is DSpark's. Its heads do not tell, because it may have none."""
+    is_named = "DSpark" in given.architectures or "dspark_config" in given.top
+    return is_named or given("projector_type") == "dspark"
+
+
+def _read_heads(given: Given) -> Fields:
+    if any(given(field) for field in SELECTOR_FIELDS) or _ARCHITECTURES[True] in given.architectures.split():
+        return DFLASH2.read(given)
+    return DSPARK.read(given) if _is_dspark(given) or given("markov_rank") else {}
+
+
+def _read_anchor(given: Given) -> Fields:
+    drafts, is_bonus = given("sample_from_anchor"), given("bonus_anchor")
+    for field, flag in (("sample_from_anchor", drafts), ("dspark_bonus_anchor", is_bonus)):
+        if flag not in (None, False, True):
+            raise ValueError(f"`{field}` of {given.name} is {flag!r}, expected true, false or none.")
+    if drafts is not None and drafts == is_bonus:
+        raise ValueError(
+            f"`sample_from_anchor` and `dspark_bonus_anchor` of {given.name} are both {drafts}, expected one of them: "
+            "the anchor's slot drafts, or it does not."
+        )
+    if drafts is None:
+        drafts = _is_dspark(given) if is_bonus is None else not is_bonus
+    return {"sample_from_anchor": bool(drafts)}
+
+
+def _read_causal(given: Given) -> Fields:
+    is_causal = given("is_causal", "causal")
+    if is_causal not in (None, False, True):
+        raise ValueError(f"`is_causal` of {given.name} is {is_causal!r}, expected true, false or none.")
+    windows = read_windows(given)
+    slides_by_kind = SLIDING in (given("layer_types") or ())  # with `use_swa` alone no layer is causal
     return {
-        "architectures": ["DFlashDraftModel"],
-        **fields,
+        "causal_layers": _CAUSAL[is_causal] if is_causal or (windows and slides_by_kind) else "none",
+        "window_from": "slot" if windows else "anchor",
+    }
+
+
+def _write_causal(config: Any) -> Fields:
+    is_causal = next(value for value, layers in _CAUSAL.items() if layers == config.causal_layers)
+    is_written = is_causal or (is_causal is False and (is_dflash2(config) or SLIDING in config.kinds))
+    return {"is_causal": is_causal} if is_written else {}
+
+
+def _write_rope(config: Any) -> Fields:
+    """Both forms: the files of DFlash 2 are of the newer one."""
+    rope = dict(config.rope_parameters or {})
+    if is_dflash2(config):
+        return {"rope_parameters": rope}
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return {
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
         **{name: rope[name] for name in ("partial_rotary_factor",) if name in rope},
-        "block_size": config.block_size,
     }
 
 
-def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
-    """Return reasons why the layout cannot express a drafter, each with whether it applies."""
-    return {
-        "z-lab's layout has no truncated vocabulary": bool(config.draft_vocab_size),
-        "in z-lab's layout every slot drafts but the anchor's": config.sample_from_anchor,
-        "a window that all slots share (`sliding_window`) cannot be said in z-lab's layout: load it with "
-        "`from_pretrained(..., sliding_window=None)`, whose drafts are the same up to that many tokens": (
-            SLIDING in config.kinds and config.window_from == "anchor"
-        ),
-        "z-lab's layout has no confidence head": config.confidence_head,
-        f"z-lab's layout has no {config.sequential_head!r} head": config.sequential_head not in ("none", "selector"),
-        **(obstacles_to_dflash2(config) if is_dflash2(config) else {}),
-    }
+BLOCK_SIZE = same("block_size", "block_size", is_needed=True)
+MASK = same("mask_token_id", "mask_token_id", "noise_token_id", is_needed=True)
+LAYERS_READ = layers_read("target_layer_ids", 0)
+PROJECTOR = Entry(("projector_type",), _check_projector)
+HEADS = Entry((*DSPARK.names, *SELECTOR_FIELDS), _read_heads, DFLASH2.write)
+CAUSAL = Entry(("is_causal", "causal"), _read_causal, _write_causal)
+# What else may stand in a flat layout; nobody writes it.
+MORE = (
+    STREAMS,
+    WINDOWS,
+    Entry(("partial_rotary_factor",)),  # which may be in a section
+    Entry(("use_swa", "swa_window_size")),
+    DRAFT_VOCABULARY,
+    Entry(("sample_from_anchor", "bonus_anchor"), _read_anchor),
+)
+
+
+def rename(name: str) -> str:
+    """PyPI's dflash saves the selector's tables with an end that it and others read them without."""
+    return name.replace("_codebook.weight", "_codebook")
 
 
 def served(config: HyperDFlashConfig, folder: Path) -> str:
@@ -84,3 +140,30 @@ def served(config: HyperDFlashConfig, folder: Path) -> str:
         return f"vLLM: --speculative-config '{json.dumps(speculative)}'"
     sglang = f"--speculative-algorithm DFLASH --speculative-draft-model-path {folder}"
     return served_by_both(config, speculative, f"{sglang} --speculative-num-draft-tokens {config.block_size}")
+
+
+LAYOUT = Layout(
+    fits=marked(
+        "dflash_config", "dspark_config", "markov_rank", "DSparkDraftModel", "DominoDraftModel",
+        *_ARCHITECTURES.values(),
+    ),
+    config=HyperDFlashConfig,
+    table=(
+        always("architectures", lambda config: [_ARCHITECTURES[is_dflash2(config)]]),
+        PROJECTOR,
+        shape(),
+        TARGET_DEPTH,
+        *inside("dflash_config", MASK, LAYERS_READ, SOFT_CAP),
+        *inside("dflash_config", written_if(is_dflash2, BLOCK_SIZE), written_if(is_dflash2, HEADS)),
+        CAUSAL,
+        ROPE._replace(write=_write_rope),
+        written_if(lambda config: not is_dflash2(config), BLOCK_SIZE),
+        *MORE,
+    ),
+    sections=SECTIONS,
+    prefix=PREFIX,
+    changes_drafts=CHANGES_DRAFTS,
+    ignores=IGNORES,
+    rename=rename,
+    served=served,
+)  # fmt: skip

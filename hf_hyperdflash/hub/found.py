@@ -1,0 +1,286 @@
+"""A look at a checkpoint before it is loaded: its config.json is read once, and what it says is passed on."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import DeepseekV4Config, PreTrainedConfig, PreTrainedModel
+
+from ..drafters.deepseek_v4.drafter import own_checkpoint
+from ..drafters.saved import SavedDrafter
+from ..drafters.weights import HubOptions, check_source, tensor_names, weight_files
+from .foreign import check_not_quantized, load_foreign
+from .kinds import KINDS, DrafterKind, kind_in, named
+from .layouts.table import Layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+logger = logging.getLogger(__name__)
+
+# Drafters that are not read, by a part of what their config.json calls them.
+_NOT_READ = {
+    "peagle": "P-EAGLE", "p_eagle": "P-EAGLE", "medusamodel": "Medusa as a whole model or for vLLM", "hydra": "Hydra",
+    "mlpspeculator": "MLP speculator", "mlp_speculator": "MLP speculator", "eagle": "EAGLE-1 or EAGLE-2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """A drafter that was looked at, and is not loaded yet.
+
+    Attributes:
+        name: Folder or Hub id.
+        kind: What it is.
+        fields: Its config.json, or that of its target.
+        layout: How that is read, if another program wrote it.
+        is_targets_own: Whether it is in the checkpoint of its target, a DeepSeek-V4.
+        hub_kwargs: Where on the Hub it is.
+    """
+
+    name: str | Path
+    kind: DrafterKind
+    fields: dict[str, Any]
+    layout: Layout | None = None
+    is_targets_own: bool = False
+    hub_kwargs: HubOptions = field(default_factory=HubOptions)
+
+    def __str__(self) -> str:
+        if self.is_targets_own:
+            return "a DeepSeek-V4 with a drafter of its own"
+        return "a drafter in another program's layout" if self.layout else str(self.kind)
+
+    @cached_property
+    def config(self) -> PreTrainedConfig | None:
+        """Its configuration; `None` for the one in a target's checkpoint.
+
+        Raises:
+            ValueError: If it has parts that cannot be reproduced here, naming them.
+        """
+        if self.is_targets_own:
+            return None
+        with readable(self.name):
+            if self.layout:
+                return self.layout.read(self.fields, str(self.name))
+            return cast(PreTrainedConfig, self.kind.config.from_dict(self.fields))
+
+    @property
+    def is_saved_here(self) -> bool:
+        return self.layout is None and not self.is_targets_own
+
+    @property
+    def is_sized_later(self) -> bool:
+        """Whether only its weights tell its sizes."""
+        return self.is_targets_own or (self.layout is not None and self.layout.is_sized_by_tensors)
+
+    def unloaded(self) -> SavedDrafter:
+        """Return the same drafter with fresh weights."""
+        return cast(SavedDrafter, self.kind.drafter(copy.deepcopy(self.config)))
+
+    def load(
+        self, target: PreTrainedModel | None, dtype: torch.dtype | str, device: torch.device | str | None
+    ) -> SavedDrafter:
+        """Load it from where it was found, as [`~hub.loading.load_drafter`] does."""
+        drafter: Any
+        with readable(self.name):
+            if self.layout:
+                drafter = load_foreign(self, target, dtype)
+            elif self.is_targets_own:
+                drafter = self.kind.drafter.from_target(self.name, dtype=dtype, device=device, **self.hub_kwargs)
+            else:
+                drafter = self.kind.drafter.from_pretrained(
+                    self.name, dtype=dtype, device_map={"": device or "cpu"}, **self.hub_kwargs
+                )
+        return cast(SavedDrafter, drafter)
+
+
+def find(fields: dict[str, Any]) -> tuple[DrafterKind, Layout | None] | None:
+    """Return a drafter's kind by its config.json, and the layout of that if another program wrote it; `None` if it is
+    of no drafter that is read."""
+    if kind := kind_in(fields):
+        return kind, None
+    if "hyperdflash_version" in fields or _kind_not_read(fields):
+        return None
+    layouts = ((kind, named(path)) for kind in KINDS for path in kind.reads)
+    return next(((kind, layout) for kind, layout in layouts if layout.fits(fields)), None)
+
+
+def _kind_not_read(fields: dict[str, Any]) -> str:
+    told = [*(fields.get("architectures") or ()), fields.get("model_type"), fields.get("speculators_model_type")]
+    words = " ".join(map(str, told)).lower().replace("eagle3", "").replace("eagle-3", "")
+    return next((kind for part, kind in _NOT_READ.items() if part in words), "")
+
+
+def unsupported_kind(fields: dict[str, Any], name: str | Path) -> str:
+    """Return the name of a kind of drafter that is not read, by a config.json or, in a folder, by the tensors; or an
+    empty string."""
+    kind = _kind_not_read(fields)
+    if kind or not Path(name).is_dir():
+        return kind
+    tensors = {tensor.removeprefix("model.") for tensor in tensor_names(Path(name))}
+    if "fc.weight" not in tensors:
+        return ""
+    if any(tensor.startswith(("midlayer.", "layers.0.hidden_norm.")) for tensor in tensors):
+        raise ValueError(
+            f'{name} is an EAGLE-3 drafter by its tensors, but its config.json does not say so: add `"architectures": '
+            '["LlamaForCausalLMEagle3"]` there.'
+        )
+    return "EAGLE-1 or EAGLE-2"
+
+
+def check_drafter(
+    name: str | Path,
+    *,
+    kinds: Collection[DrafterKind] = (),
+    needs_weights: bool = True,
+    or_others: bool = False,
+    **hub_kwargs: Unpack[HubOptions],
+) -> Found:
+    """Look at a drafter before it is loaded.
+
+    Args:
+        name: Path or Hub id.
+        kinds: Those of which it must be, saved by this package; any, in any layout, if empty.
+        needs_weights: Whether its configuration is not enough.
+        or_others: Whether one of `kinds` in another program's layout will do as well.
+        **hub_kwargs: For the Hub.
+
+    Raises:
+        ValueError: If it is no drafter.
+        OSError: If there is none, or it is not whole.
+    """
+    fields = read_fields(name, "drafter", **hub_kwargs)
+    if read_as := find(fields):
+        found = Found(name, read_as[0], fields, read_as[1], hub_kwargs=hub_kwargs)
+    elif fields.get("model_type") == DeepseekV4Config.model_type:
+        with readable(name):
+            kind = own_kind(name, **hub_kwargs)  # says what it has not
+        found = Found(name, kind, fields, is_targets_own=True, hub_kwargs=hub_kwargs)
+    else:
+        raise ValueError(f"{name} is {_no_drafter(fields, name)}")
+    if found.layout:
+        check_not_quantized(fields, str(name), name)
+    is_theirs = found.layout is not None and found.kind in kinds
+    if kinds and not (found.is_saved_here and found.kind in kinds) and not (is_theirs and or_others):
+        known = [str(kind) for kind in KINDS if kind in kinds]
+        listed = ", ".join(known[:-1]) + " or " * (len(known) > 1) + known[-1]
+        step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_theirs else ""
+        raise ValueError(f"{name} is {found}, expected {listed}, saved by this package{step}.")
+    if needs_weights and not found.is_targets_own:  # which may be without the parts that have the target alone
+        check_weights(name, "*.safetensors", *(found.kind.files if found.layout else ()))
+    return found
+
+
+def _no_drafter(fields: dict[str, Any], name: str | Path) -> str:
+    if kind := unsupported_kind(fields, name):
+        known = [method for one in KINDS for method in one.known_as]
+        return (
+            f"a drafter of a kind that is not read ({kind}): expected {', '.join(known[:-1])} or {known[-1]}. Take "
+            "one of these for its target, or train one."
+        )
+    model = f"a model of type {fields.get('model_type')!r}"
+    if fields.get("num_hidden_layers") == 1 and not Path(name).is_dir():  # where its tensors would tell
+        return (
+            f"{model} of one layer, or an EAGLE-1 drafter, whose config.json says no more: expected a drafter of a "
+            "kind that is read."
+        )
+    return (
+        f"{model}, expected a drafter. `hf-hyperdflash drafters {name}` lists those for it, and what it takes to "
+        "make one."
+    )
+
+
+def own_kind(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[HubOptions]) -> DrafterKind:
+    """Return the kind of the drafter that a DeepSeek-V4's checkpoint carries."""
+    name = own_checkpoint(target, **hub_kwargs).drafter
+    return next(kind for kind in KINDS if kind.class_name == name)
+
+
+def check_weights(name: str | Path, *patterns: str) -> None:
+    path = Path(name)
+    if (
+        path.is_dir()
+        and not weight_files(path)
+        and not any(file for pattern in patterns for file in path.glob(pattern))
+    ):
+        pickle = next(path.glob("*.bin"), None)
+        but = f": {pickle.name} is a pickle, which can run code, and is not read" if pickle else ""
+        raise OSError(
+            f"The folder {name} has no weights, expected model.safetensors{but}. Save or download them there."
+        )
+
+
+def read_fields(name: str | Path, what: str, **hub_kwargs: Unpack[HubOptions]) -> dict[str, Any]:
+    check_source(name, what)
+    if not Path(name).is_dir():
+        cause: OSError | None = None
+        try:
+            if fields := PreTrainedConfig.get_config_dict(name, **hub_kwargs)[0]:
+                return fields  # of a repository without a config.json there are none
+        except OSError as error:
+            cause = error
+        raise OSError(
+            f"The folder {name} does not exist, and as a Hub id it has no configuration that can be loaded from "
+            f"here{_said(hub_kwargs)}: no {what}. Check the name, the network, HF_HUB_OFFLINE and, for a private "
+            "one, HF_TOKEN."
+        ) from cause
+    path = Path(name, "config.json")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        why = f"is no JSON ({error.msg}, line {error.lineno}, column {error.colno})"
+    except UnicodeDecodeError:
+        why = "is no text in UTF-8"
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+    else:
+        if isinstance(fields, dict):
+            return fields
+        raise ValueError(f"The config.json of {name} holds a {type(fields).__name__}, expected an object.")
+    raise OSError(f"{path} {why}. Copy or download it again.")
+
+
+def _said(hub_kwargs: HubOptions) -> str:
+    """Say which part of a repository was asked for, in words."""
+    asked = [f"`{option}` {hub_kwargs[option]!r}" for option in ("revision", "subfolder") if hub_kwargs.get(option)]
+    return f" ({', '.join(asked)})" if asked else ""
+
+
+@contextmanager
+def readable(name: str | Path) -> Iterator[None]:
+    """Say in one line what is wrong with a checkpoint's files where transformers does not."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(
+            f"The weights of {name} are damaged ({error}): a file is cut off, or no safetensors. Copy or download it "
+            "again."
+        ) from error
+    except StrictDataclassError as error:
+        raise ValueError(f"The config.json of {name} has a wrong value: {error}") from error
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        option = str(error).rpartition(" ")[2]
+        raise ValueError(
+            f"{option} is no option of loading {name}, expected those of `from_pretrained`: correct its name, or "
+            "leave it out."
+        ) from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"The weights of {name} have other shapes than its config.json says: the two are of different models. "
+            "Copy or download both again."
+        ) from error

@@ -1,0 +1,297 @@
+"""Lines that tables of several layouts share: layers, what is read of the target, vocabulary, and heads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...drafters.configuration import SPECIAL_TOKENS
+from ...drafters.parts.block_attention import FULL, SLIDING
+from ...targets.hooks import EMBEDDINGS
+from .table import Entry, Fields, Given, same
+
+EAGLE_IDS = "eagle_aux_hidden_state_layer_ids"
+# Fields that have the same name in all layouts.
+_SHAPE = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias",
+)  # fmt: skip
+_NEEDED = _SHAPE[:7]  # the defaults of other programs differ
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+_WINDOWS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+_MARKOV_HEADS = {"vanilla": "markov", "gated": "gated_markov", "rnn": "recurrent"}
+_SELECTOR = {
+    "head_rank": "selector_rank", "head_candidates": "selector_top_k", "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+}  # fmt: skip
+SELECTOR_FIELDS = tuple(_SELECTOR.values())
+
+
+# Layers
+
+
+def shape(more: Callable[[Given], Fields] = lambda given: {}) -> Entry:
+    """Return the line of the layers' shape, with the target's special tokens, which stand beside it. `more` returns
+    fields that a program computes otherwise, by those that are given."""
+
+    def read(given: Given) -> Fields:
+        layers = {**given.layers, **more(given)}
+        missing = [field for field in _NEEDED if layers.get(field) is None]
+        if missing:
+            raise ValueError(f"config.json of {given.name} lacks {', '.join(missing)}.")
+        shapes = {field: layers[field] for field in _SHAPE if layers.get(field) is not None}
+        tokens = {key: layers.get(key) for key in SPECIAL_TOKENS}
+        return {**shapes, **tokens, "target_model_type": ""}  # the type of a drafter's layers is not the target's
+
+    def write(config: Any) -> Fields:
+        return {
+            "model_type": "qwen3",
+            **{name: getattr(config, name) for name in _SHAPE},
+            "layer_types": config.kinds,
+            "sliding_window": config.sliding_window,
+            "use_sliding_window": config.sliding_window is not None,
+            "tie_word_embeddings": False,
+            "attention_dropout": 0.0,
+            "initializer_range": config.initializer_range,
+        }
+
+    return Entry(_SHAPE, read, write, is_of_layers=True)
+
+
+def _read_rope(given: Given) -> Fields:
+    scaling = given.layers.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ValueError(f"`rope_scaling` in the config.json of {given.name} is {scaling!r}, expected a dictionary.")
+    scaling = {("rope_type" if key == "type" else key): value for key, value in scaling.items()}
+    rope = given.layers.get("rope_parameters") or {
+        "rope_type": "default", **scaling, "rope_theta": given.layers.get("rope_theta", 10000.0),
+    }  # fmt: skip
+    if isinstance(rope, dict) and rope.get("partial_rotary_factor") is None:
+        rope = {**rope, "partial_rotary_factor": given("partial_rotary_factor")}
+    return {"rope_parameters": rope}
+
+
+ROPE = Entry(_ROPE, _read_rope, lambda config: {"rope_parameters": dict(config.rope_parameters or {})}, True)
+
+
+def read_windows(given: Given) -> Fields:
+    """Return our fields for the kinds of a drafter's layers and their window.
+
+    A window is given by `layer_types`, by Qwen3's `use_sliding_window`, for layers from `max_window_layers` on, or by
+    `use_swa` of a `dflash_config`, for all layers (MiMo's and NVIDIA's; vLLM's `_resolve_layer_attention`).
+    """
+    fields, inner = given.layers, given.inner
+    kinds, used, layers = fields.get("layer_types"), fields.get("use_sliding_window"), fields["num_hidden_layers"]
+    window = inner.get("swa_window_size") or fields.get("sliding_window")
+    if kinds is None and used and window and type(layers) is int:
+        first = fields.get("max_window_layers", 28)
+        kinds = [SLIDING if i >= first else FULL for i in range(layers)]
+    is_windowed = isinstance(kinds, list) and SLIDING in kinds
+    if inner.get("use_swa") and not is_windowed:
+        kinds, is_windowed = [SLIDING] * layers, True
+    if not is_windowed:
+        return {} if kinds is None or all(kind == FULL for kind in kinds) else {"layer_types": kinds}
+    if window is None or (used is False and not inner.get("swa_window_size")):
+        raise ValueError(
+            f"{given.name} has sliding attention layers, but its `sliding_window` is {window} and "
+            f"`use_sliding_window` {used}: expected a number of tokens, in use."
+        )
+    return {"layer_types": kinds, "sliding_window": window}
+
+
+WINDOWS = Entry(_WINDOWS, read_windows, is_of_layers=True)  # written with the shape
+
+
+def _refuse_windows(given: Given) -> Fields:
+    kinds = given("layer_types") or ()
+    slides = given("use_sliding_window") and given("sliding_window") and not kinds
+    if slides or SLIDING in kinds:
+        raise ValueError(f"{given.name} has sliding attention layers, which is not supported in an EAGLE-3 drafter.")
+    return {}
+
+
+NO_WINDOWS = WINDOWS._replace(read=_refuse_windows)
+
+
+# What is read of the target
+
+
+def from_outputs(ids: list[int], name: str) -> list[int]:
+    """Return our ids of layers from those that count outputs, in which -1 is the embeddings'."""
+    if any(type(i) is int and i < -1 for i in ids):
+        raise ValueError(f"{name} reads layers {ids}, expected numbers from 0, or -1 for the embeddings.")
+    return [EMBEDDINGS if i == -1 else i for i in ids]
+
+
+def before(ids: Any) -> Any:
+    """Return the layers whose outputs enter others, each of which is one more."""
+    return [i - 1 if type(i) is int else i for i in ids]
+
+
+def eagle_config_ids(given: Given) -> list[int]:
+    """Return the layers that an `eagle_config` names, counted from 0."""
+    ids = given.inner.get(EAGLE_IDS) or []
+    if any(type(i) is int and i < 0 for i in ids):
+        raise ValueError(
+            f"The `eagle_config` of {given.name} names layers {ids}, expected numbers from 0: below 0 is the last "
+            f"layer to some programs and the embeddings to others. `{EAGLE_IDS}` at the top level calls the "
+            "embeddings 0."
+        )
+    return ids
+
+
+def layers_read(name: str, offset: int) -> Entry:
+    """Return the line of the layers that a drafter of blocks reads: their numbers in field `name` are `offset` more
+    than that of the layer whose output is meant, and -1 is the embeddings'. NVIDIA and vLLM may name the layers that
+    the outputs enter instead."""
+
+    def read(given: Given) -> Fields:
+        ids, entering = given(name), given(EAGLE_IDS)
+        ids = before(ids) if offset and isinstance(ids, list) else ids
+        if isinstance(entering, list):
+            if ids not in (None, before(entering)):
+                raise ValueError(
+                    f"`{EAGLE_IDS}` of {given.name} is {entering} and `{name}` {given(name)}, expected the same "
+                    f"layers, each {'' if offset else 'one more'}."
+                )
+            ids = before(entering)
+        if not ids:
+            raise ValueError(f"config.json of {given.name} lacks `{name}`, expected the layers that it reads.")
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise ValueError(f"{given.name} reads layers {ids}, expected integers.")
+        count = given("num_target_layers")
+        if count and max(ids) >= count - 1:
+            raise ValueError(
+                f"{given.name} reads layers {ids} of its target's {count}: the last layer's output, which is normed "
+                "in some programs and not in others, is not supported."
+            )
+        if ids != sorted(set(ids)):
+            raise ValueError(f"{given.name} reads layers {ids}, expected ascending ones, each once.")
+        return {"target_layer_ids": from_outputs(ids, given.name)}
+
+    def write(config: Any) -> Fields:
+        return {name: [(-1 if i == EMBEDDINGS else i) + offset for i in config.target_layer_ids or ()]}
+
+    return Entry((name, EAGLE_IDS), read, write)
+
+
+def _read_depth(given: Given) -> Fields:
+    count = given("num_target_layers")
+    if count is not None and type(count) is not int:
+        raise ValueError(f"`num_target_layers` of {given.name} is {count!r}, expected an integer.")
+    return {"target_num_layers": count or 0}
+
+
+def _write_depth(config: Any) -> Fields:  # which drafters made before 0.2 do not know
+    return {"num_target_layers": config.target_num_layers} if config.target_num_layers else {}
+
+
+TARGET_DEPTH = Entry(("num_target_layers",), _read_depth, _write_depth)
+
+
+def _read_streams(given: Given) -> Fields:
+    """The input is the mean over the target's streams, as engines give it to a drafter, whatever their number; or all
+    of them side by side, if the drafter's layers have their number (speculators' drafters for DeepSeek-V4)."""
+    width, own = given("target_hidden_size"), given.layers["hidden_size"]
+    streams = given.layers.get("hc_mult") or 1
+    is_dense = streams != 1 and width != own
+    if type(streams) is not int or width not in (None, streams * own if is_dense else own):
+        raise ValueError(
+            f"`target_hidden_size` of {given.name} is {width!r} and `hc_mult` {streams!r}, which is not supported: "
+            f"expected its own width, {own}, or that of so many streams."
+        )
+    if is_dense:
+        return {"reducer": "fc", "target_hc_mult": streams}
+    return {"reducer": "stream_mean", "target_hc_mult": 1, "any_streams": True}
+
+
+STREAMS = Entry(("target_hidden_size", "hc_mult"), _read_streams)
+
+
+# Vocabulary
+
+
+def _read_draft_vocabulary(given: Given) -> Fields:
+    size = given("draft_vocab_size")
+    return {"draft_vocab_size": 0 if size in (None, given("vocab_size")) else size}
+
+
+DRAFT_VOCABULARY = Entry(("draft_vocab_size",), _read_draft_vocabulary)
+
+
+def _write_cap(config: Any) -> Fields:
+    cap = config.final_logit_softcapping
+    return {} if cap is None else {"final_logit_softcapping": cap}
+
+
+SOFT_CAP = same("final_logit_softcapping", "final_logit_softcapping")._replace(write=_write_cap)
+
+
+# Heads
+
+
+def _read_dspark(given: Given) -> Fields:
+    rank, kind = given("markov_rank"), str(given("markov_head_type")).lower()
+    if rank and kind not in _MARKOV_HEADS:
+        raise ValueError(
+            f"`markov_head_type` of {given.name} is {kind!r}, expected one of {', '.join(_MARKOV_HEADS)}."
+        )
+    heads: Fields = {"sequential_head": _MARKOV_HEADS[kind], "head_rank": rank} if rank else {}
+    confidence = given("enable_confidence_head")
+    heads["confidence_head"] = bool(given("confidence_head_alpha")) if confidence is None else confidence
+    if heads["confidence_head"]:
+        heads["confidence_reads_token"] = bool(given("confidence_head_with_markov"))
+    return heads
+
+
+def _write_dspark(config: Any) -> Fields:
+    kind = next((kind for kind, head in _MARKOV_HEADS.items() if head == config.sequential_head), None)
+    return {
+        "markov_rank": config.head_rank if kind else 0,
+        "markov_head_type": kind or "vanilla",
+        "enable_confidence_head": config.confidence_head,
+        "confidence_head_with_markov": bool(kind) and config.confidence_reads_token,
+    }
+
+
+DSPARK = Entry(
+    (
+        "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_alpha",
+        "confidence_head_with_markov",
+    ),
+    _read_dspark,
+    _write_dspark,
+)  # fmt: skip
+
+
+def is_dspark(config: Any) -> bool:
+    """Return whether a drafter has a part that DSpark has."""
+    return config.sequential_head in _MARKOV_HEADS.values() or config.confidence_head
+
+
+def _read_dflash2(given: Given) -> Fields:
+    missing = [field for field in SELECTOR_FIELDS if not given(field)]
+    if missing:
+        raise ValueError(f"config.json of {given.name} lacks {', '.join(missing)}.")
+    return {"sequential_head": "selector", **{ours: given(theirs) for ours, theirs in _SELECTOR.items()}}
+
+
+def _write_dflash2(config: Any) -> Fields:
+    fields = {theirs: getattr(config, ours) for ours, theirs in _SELECTOR.items()}
+    return {**fields, "selector_top_k": config.head_candidates or config.vocab_size}
+
+
+DFLASH2 = Entry(SELECTOR_FIELDS, _read_dflash2, _write_dflash2)
+
+
+def is_dflash2(config: Any) -> bool:
+    """Return whether a drafter has both parts that only DFlash 2 has."""
+    return config.sequential_head == "selector" and bool(config.conv_kernel_size)
+
+
+def served_by_both(config: Any, speculative: Mapping[str, Any], sglang: str) -> str:
+    """Return the options of vLLM and SGLang that serve a drafter, or why SGLang does not."""
+    if "partial_rotary_factor" in (config.rope_parameters or {}):
+        sglang = "rotates all of a drafter's heads, whatever `partial_rotary_factor` says: it would draft otherwise."
+    return f"vLLM: --speculative-config '{json.dumps(speculative)}'\nSGLang: {sglang}"

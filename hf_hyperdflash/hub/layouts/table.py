@@ -1,0 +1,238 @@
+"""Other programs' layouts of drafters, as tables.
+
+A line of a table is an [`Entry`]: how fields of a config.json become fields of ours, and ours theirs again. Loading
+and exporting run the same lines. A field that no line knows is found by [`Layout.unknown`].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig
+
+from ...drafters.configuration import DrafterConfig
+
+Fields = dict[str, Any]
+# Fields of any layout that do not change a drafter's output.
+_HARMLESS = {
+    # Bookkeeping, and how text is generated.
+    *PreTrainedConfig().to_dict(), *vars(GenerationConfig()),
+    "auto_map", "torch_dtype", "name_or_path", "use_cache", "tie_word_embeddings", "pretraining_tp",
+    "attn_implementation", "_attn_implementation", "attention_backend", "speculators_version", "modal_type",
+    # Training.
+    "attention_dropout", "initializer_range", "gradient_checkpointing", "num_anchors", "ttt_length",
+    "step_loss_decay", "loss_decay_gamma", "max_sequence_length", "embed_requires_grad", "output_router_logits",
+    "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
+    # A window that is off; heads of the target that a draft layer does not have.
+    "max_window_layers", "num_nextn_predict_layers",
+    # Experts and latent attention, copied from a target: a layer with them would have other tensors.
+    "decoder_sparse_step", "first_k_dense_replace", "kv_lora_rank", "mlp_only_layers", "moe_intermediate_size",
+    "moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts",
+    "num_experts_per_tok", "num_local_experts", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "routed_scaling_factor", "scoring_func", "shared_expert_intermediate_size", "topk_group", "topk_method",
+    "v_head_dim",
+}  # fmt: skip
+
+
+class Given:
+    """The fields of a config.json. A call returns the first of some fields that is there, `None` if none is.
+
+    Attributes:
+        name: The checkpoint's name, for errors.
+        top: All of the config.json.
+        layers: Where the fields of its layers are: a section of it, or all of it.
+        inner: What the layout's sections for drafting hold.
+    """
+
+    def __init__(self, name: str, top: Fields, layers: Fields, inner: Fields, values: Fields) -> None:
+        self.name, self.top, self.layers, self.inner, self._values = name, top, layers, inner, values
+
+    def __call__(self, *names: str) -> Any:
+        return next((self._values[name] for name in names if name in self._values), None)
+
+    @property
+    def architectures(self) -> str:
+        return " ".join(map(str, self.top.get("architectures") or ()))
+
+
+class Entry(NamedTuple):
+    """A line of a table.
+
+    Attributes:
+        names: The fields of a config.json that it is about.
+        read: Returns ours.
+        write: Returns theirs, by our configuration. An inner dictionary is a section of the config.json.
+        is_of_layers: Whether they are where the fields of the layers are.
+    """
+
+    names: tuple[str, ...]
+    read: Callable[[Given], Fields] = lambda given: {}
+    write: Callable[[Any], Fields] = lambda config: {}
+    is_of_layers: bool = False
+
+
+def same(ours: str, *theirs: str, missing: Any = None, is_needed: bool = False) -> Entry:
+    """Return the line of a field that has the same values as ours.
+
+    Args:
+        ours: Our name.
+        *theirs: Their names: the first is written, and any is read.
+        missing: What a field that is missing or empty means.
+        is_needed: Whether it must be there.
+    """
+
+    def read(given: Given) -> Fields:
+        value = given(*theirs)
+        if value is None and is_needed:
+            raise ValueError(f"config.json of {given.name} lacks `{theirs[0]}`, expected its value there.")
+        return {ours: value if is_needed else value or missing}
+
+    return Entry(theirs, read, lambda config: {theirs[0]: getattr(config, ours)})
+
+
+def always(name: str, value: Callable[[Any], Any]) -> Entry:
+    """Return the line of a field that is written by our configuration, and nothing is read from."""
+    return Entry((), write=lambda config: {name: value(config)})
+
+
+def written_if(holds: Callable[[Any], bool], entry: Entry) -> Entry:
+    """Return a line that is written only of some configurations."""
+    return entry._replace(write=lambda config: entry.write(config) if holds(config) else {})
+
+
+def inside(section: str, *entries: Entry) -> tuple[Entry, ...]:
+    """Return lines that are written in a section of the config.json."""
+
+    def moved(entry: Entry) -> Entry:
+        return entry._replace(write=lambda config: {section: inner} if (inner := entry.write(config)) else {})
+
+    return tuple(map(moved, entries))
+
+
+def marked(*marks: str) -> Callable[[Fields], bool]:
+    """Return whether a config.json has one of these fields or architectures, which only one layout has."""
+    return lambda fields: not {*marks}.isdisjoint([*fields, *map(str, fields.get("architectures") or ())])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How another program's config.json describes a drafter.
+
+    Attributes:
+        fits: Whether a config.json is in this layout.
+        config: The class of our configuration.
+        table: How each of its fields is read and written.
+        layers_in: The section with the fields of its layers; none if they are at the top level.
+        sections: Sections with more fields, the later ones counting more, and the fields that are known there; `None`
+            for those of the table.
+        prefix: Of fields at the top level that count more than any without.
+        defaults: What missing fields mean.
+        changes_drafts: Fields that change what is drafted, with the values that do not.
+        ignores: Fields that change nothing in this layout.
+        is_sized_by_tensors: Whether its config.json leaves sizes to its tensors, and says nothing else.
+        rename: Our name of a tensor; `None` if it is not the drafter's.
+        complete: Sets what only the tensors say, by our configuration, the tensors and the config.json.
+        copies_target: Whether its files hold the target's embedding and LM head.
+        served: Says how engines serve a drafter in this layout, by our configuration and the folder.
+    """
+
+    fits: Callable[[Fields], bool]
+    config: type[PreTrainedConfig]
+    table: tuple[Entry, ...]
+    layers_in: str = ""
+    sections: Mapping[str, Collection[str] | None] = field(default_factory=dict)
+    prefix: str = ""
+    defaults: Callable[[Fields], Fields] = lambda fields: {}
+    changes_drafts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ignores: Collection[str] = ()
+    is_sized_by_tensors: bool = False
+    rename: Callable[[str], str | None] = lambda name: name
+    complete: Callable[[Any, dict[str, torch.Tensor], Fields], None] = lambda config, tensors, fields: None
+    copies_target: bool = False
+    served: Callable[[Any, Any], str] = lambda config, folder: ""
+
+    def read(self, fields: Fields, name: str) -> DrafterConfig:
+        """Return the configuration of a drafter, from its config.json.
+
+        Raises:
+            ValueError: If it would draft something else here.
+        """
+        places = list(self._places(fields, name))
+        values = {key: value for key, value in self.defaults(fields).items() if key not in fields}
+        for place, known in places:
+            values |= {key: value for key, value in place.items() if key in known and value is not None}
+        inner = {key: value for section in self.sections for key, value in (fields.get(section) or {}).items()}
+        layers = fields[self.layers_in] if self.layers_in else fields
+        given = Given(name, fields, {key: it for key, it in layers.items() if it is not None}, inner, values)
+        ours: Fields = {}
+        for entry in self.table:
+            ours |= entry.read(given)
+        self._check_known(places, name)
+        try:
+            return cast(DrafterConfig, self.config(**ours))
+        except ValueError as error:
+            raise ValueError(f"config.json of {name}: {error}") from error
+
+    def write(self, config: PreTrainedConfig) -> Fields:
+        """Return the config.json of a drafter."""
+        fields: Fields = {}
+        for entry in self.table:
+            for name, value in entry.write(config).items():
+                is_section = isinstance(value, dict) and name in (self.layers_in, *self.sections)
+                fields[name] = {**fields.get(name, {}), **value} if is_section else value
+        return fields
+
+    def _places(self, fields: Fields, name: str) -> Iterator[tuple[Fields, Collection[str]]]:
+        """Return the parts of a config.json with the fields that are known there. The later ones count more."""
+        of_layers = {name for entry in self.table if entry.is_of_layers for name in entry.names}
+        others = {name for entry in self.table if not entry.is_of_layers for name in entry.names}
+        prefixed = {self.prefix + name for name in others if self.prefix}
+        top = {key: value for key, value in fields.items() if key not in prefixed | {*self.sections, self.layers_in}}
+        if self.layers_in:
+            yield section(fields, self.layers_in, name), of_layers
+            yield top, others
+        else:
+            yield top, of_layers | others
+        for inner, known in self.sections.items():
+            if fields.get(inner) is not None:
+                yield section(fields, inner, name), others if known is None else known
+        yield {key.removeprefix(self.prefix): fields[key] for key in fields.keys() & prefixed}, others
+
+    def _check_known(self, places: list[tuple[Fields, Collection[str]]], name: str) -> None:
+        """Refuse fields that change what is drafted, or may."""
+        if self.is_sized_by_tensors:
+            return
+        for place, known in places:
+            for key, value in place.items():
+                if value is None or key in known or key in _HARMLESS or key in self.ignores:
+                    continue
+                if key in self.changes_drafts:
+                    if value not in self.changes_drafts[key]:
+                        expected = ", ".join(map(repr, self.changes_drafts[key]))
+                        raise ValueError(
+                            f"`{key}` of {name} is {value!r}, which is not supported: expected {expected}."
+                        )
+                elif value and not key.startswith("_") and (not key.endswith("_token_id") or _is_embedded(key)):
+                    raise ValueError(
+                        f"`{key}` in the config.json of {name} is {value!r}, and nothing is known here of that "
+                        "field: it may change what is drafted. Take it out if it does not."
+                    )
+
+
+def _is_embedded(key: str) -> bool:
+    """Return whether a special token is one that drafters embed at positions without a known token."""
+    return any(word in key for word in ("mask", "noise", "ptd"))
+
+
+def section(fields: Fields, key: str, name: str) -> Fields:
+    """Return a section of a config.json.
+
+    Raises:
+        ValueError: If it is no dictionary.
+    """
+    if not isinstance(fields.get(key), dict):
+        raise ValueError(f"`{key}` in the config.json of {name} is {fields.get(key)!r}, expected a dictionary.")
+    return cast(Fields, fields[key])

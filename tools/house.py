@@ -29,7 +29,9 @@ PATH = (
     "drafters/base.py",
 )  # fmt: skip
 # A room may import only rooms to its left. `serving` stands beside them: engines import it, and nothing here does.
-ROOMS = ("version", "trees", "targets", "drafters", "auto", "decoding", "hub", "training", "benchmark", "cli")
+ROOMS = (
+    "version", "trees", "targets", "drafters", "portable", "auto", "decoding", "hub", "training", "benchmark", "cli",
+)  # fmt: skip
 # `drafter.bind(target)` is the one call upwards, and the statistics of a generation the one type.
 UPWARDS = {("drafters.base", "decoding.bind"), ("drafters.base", "decoding.stats")}
 # A figure and the most that it should be; `None` for no aim.

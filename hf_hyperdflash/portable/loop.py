@@ -77,7 +77,10 @@ class Drafts:
         `[1, 1]`."""
         scores = self.processors(cast(Any, self.ids), cast(Any, logits.to(self.ids.device, torch.float32)))
         if self.do_sample:
-            self.q.append(scores.softmax(-1)[0])
+            q = scores.softmax(-1).nan_to_num(
+                1 / scores.shape[-1]
+            )  # where processors leave nothing to draft, anything
+            self.q.append(q[0])
             token = torch.multinomial(self.q[-1][None], 1)
         else:
             token = scores.argmax(-1, keepdim=True)

@@ -6,13 +6,10 @@ import subprocess
 import sys
 import zipfile
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
 import hf_hyperdflash
-from hf_hyperdflash.drafters.saved import flat_code
-from hf_hyperdflash.hub.kinds import KINDS
 from tools.house import PACKAGE, ROOMS, import_graph, imports, modules
 
 from .helpers.processes import python
@@ -69,27 +66,6 @@ def test_trees_are_torch_alone():
         )
         == "False"
     )
-
-
-# Not NumPy, which transformers itself needs and the cost model of "auto" learns with.
-NOT_CARRIED = {"datasets", "peft", "evaluate", "matplotlib", "tqdm", "jinja2", "rich", "typer", "filelock"}
-
-
-@pytest.mark.parametrize("kind", [kind.drafter for kind in KINDS])
-def test_a_saved_drafter_carries_what_drafting_needs_and_nothing_else(kind):
-    path = Path(sys.modules[kind.__module__].__file__)
-    code = flat_code(path)
-    assert next(name for name in code if name == f"{'_'.join(path.relative_to(PACKAGE).with_suffix('').parts)}.py")
-    # Nothing that trains, writes cards or pushes, by what it would take; no other drafter.
-    nodes = [node for text in code.values() for node in ast.walk(ast.parse(text))]
-    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    assert not {name.partition(".")[0] for name in imported} & NOT_CARRIED
-    assert {name.partition("_")[0] for name in code} == {"version.py", *ROOMS[1:6]}
-    assert sum("_modeling_" in name for name in code) == 1
-    # Flat: each import is of a file beside it.
-    assert {f"{node.module}.py" for node in nodes if isinstance(node, ast.ImportFrom) and node.level} <= set(code)
-    assert all(node.level <= 1 for node in nodes if isinstance(node, ast.ImportFrom))
 
 
 def test_reducers_are_torch_alone():

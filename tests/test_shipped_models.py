@@ -51,12 +51,12 @@ def test_same_text_in_fewer_rounds(shipped, text):
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("modeling_hyperdflash.py", "blocks.modeling_hyperdflash"),
-        ("custom_generate/generate.py", "custom_generate"),
+        ("modeling_hyperdflash.py", "drafters.blocks.modeling_hyperdflash"),
+        ("custom_generate/generate.py", "portable.generate"),
     ],
 )
 def test_without_the_package_the_folder_says_where_it_is(monkeypatch, name, module):
-    for missing in ("hf_hyperdflash", f"hf_hyperdflash.drafters.{module}"):
+    for missing in ("hf_hyperdflash", f"hf_hyperdflash.{module}"):
         monkeypatch.setitem(sys.modules, missing, None)
     check_imports(DRAFTER / name)
     with pytest.raises(ImportError, match=r"`pip install -e \.` in the repository's root"):

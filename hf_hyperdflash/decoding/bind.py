@@ -27,7 +27,7 @@ from ..targets.hooks import ResidualCapture, ResidualTap
 from ..targets.registry import check_layers, check_without_virtual_tokens, is_bound, is_drafter, target_of
 from ..targets.rope_switch import check_restart
 from ..targets.target import Target
-from ..version import __version__, series
+from ..version import __version__
 from .candidates import DraftCandidateGenerator
 from .continuation import count_forwards, stop_recording
 from .loop import speculative_decoding
@@ -87,7 +87,7 @@ class Binding:
     static_length = 0
 
     def __init__(self, target: Target) -> None:
-        self.target = self.family = target  # drafters' own code from before 0.3 asks for a family, also of a `Target`
+        self.target = target
         target.hyperdflash_binding = self
         self.residual = ResidualTap(target.layers, target.streams)
         self.pairs = Pairs()
@@ -124,7 +124,7 @@ class BoundTarget(_Mixed):
     """Mixed into the class of one target instance by [`bind`]: rewindable caches and HyperDFlash drafting.
 
     Attributes:
-        bound_by: Version of this code; [`is_bound`] looks for it.
+        bound_by: The mark of a bound target, for [`is_bound`].
         hyperdflash_binding: From [`bind`] to [`unbind`].
     """
 
@@ -382,22 +382,16 @@ def bind(target: PreTrainedModel, fuse: bool | None = None) -> PreTrainedModel:
 
     Raises:
         ValueError: If it is no target (see [`~targets.registry.target_of`]), transformers cannot run it in its dtype,
-            its cache cannot be rewound, code of another version has bound it, or there is nothing to `fuse`.
+            its cache cannot be rewound, or there is nothing to `fuse`.
     """
     seen, was_bound = target_of(target), is_bound(target)
     if not was_bound:
         _check_bindable(seen)
         _tell_of_widths(target)
     with _BINDING:
-        bound_by = getattr(type(target), "bound_by", None)
-        if bound_by is None:
+        if not is_bound(target):
             vars(target)["hyperdflash_binding"] = Binding(seen)
             target.__class__ = _bound_class(cast(type, type(target)))
-        elif series(bound_by) != series(__version__):
-            raise ValueError(
-                f"The target is bound by hf_hyperdflash {bound_by}, and this is {__version__}, which may not fit. "
-                "`unbind` the target first."
-            )
     if fuse is not None:
         _switch_fusion(cast(BoundTarget, target), fuse, unbind_on_error=not was_bound)
     return target
@@ -462,7 +456,7 @@ def bind_with(target: PreTrainedModel, drafter: Drafter, as_default: bool) -> No
     """Do what [`~drafters.base.Drafter.bind`] promises."""
     pair = checked_pair(target_of(target), drafter)  # before anything is changed
     binding = cast(BoundTarget, bind(target)).hyperdflash_binding
-    getattr(binding, "pairs", {})[drafter] = pair  # of a drafter's own, older code a binding keeps none
+    binding.pairs[drafter] = pair
     _binders.setdefault(target, WeakSet()).add(drafter)
     if as_default:
         binding.default = drafter
@@ -494,9 +488,8 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Many[int] = (-1,
         A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
         streams per layer, in the order of `target_layer_ids`.
     """
-    seen, tap = target_of(target), getattr(vars(target).get("hyperdflash_binding"), "residual", None)
-    is_kept = hasattr(tap, "new_capture")  # that of a drafter's own, older code has other names
-    tap = cast(ResidualTap, tap) if is_kept else ResidualTap(seen.layers, seen.streams)
+    seen, bound = target_of(target), getattr(vars(target).get("hyperdflash_binding"), "residual", None)
+    tap = ResidualTap(seen.layers, seen.streams) if bound is None else bound
     capture = tap.new_capture(target_layer_ids)
     end = tap.captures.add(capture) if target_layer_ids else None
     try:
@@ -504,7 +497,7 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Many[int] = (-1,
     finally:
         if end is not None:
             end()
-        for handle in () if is_kept else tap.handles:
+        for handle in tap.handles if bound is None else ():
             handle.remove()
 
 

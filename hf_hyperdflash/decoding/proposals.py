@@ -55,9 +55,7 @@ def checked_pair(target: Target, drafter: Drafter) -> Pair:
     pair = None if pairs is None else pairs.get(drafter)
     if pair is None or pair.vocab_size != target.config.vocab_size:
         drafter.check_target(target)
-        # A drafter's own, older code has no such method.
-        layer_ids = drafter.layers_read(target) if hasattr(drafter, "layers_read") else drafter.target_layer_ids
-        pair = Pair(tuple(layer_ids), target.config.vocab_size)
+        pair = Pair(tuple(drafter.layers_read(target)), target.config.vocab_size)
         if pairs is not None:
             pairs[drafter] = pair
     return pair

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakKeyDictionary
 
@@ -199,20 +197,7 @@ class Drafter:
             target: The target.
             do_sample: Whether its text is drawn at random.
         """
-        if self.observer is not None:
-            return self.observer.begin(target, do_sample)
-        listens = getattr(self, "observe", None)  # as drafters did until 0.3
-        if listens is None:
-            return None
-        warnings.warn(
-            f"`{type(self).__name__}.observe` is called after each round. From 0.4 on it is not: set "
-            "`drafter.observer` to an `Observer` whose `add_round` does the same.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        observer = Observer()
-        observer.add_round = listens  # type: ignore[method-assign]
-        return observer
+        return None if self.observer is None else self.observer.begin(target, do_sample)
 
     # Use with a target
 
@@ -283,8 +268,6 @@ class Drafter:
         Raises:
             ValueError: If the drafter cannot learn, or there is no such option.
         """
-        if find_spec("hf_hyperdflash") is None:
-            raise ValueError("Learning while serving needs the package: `pip install hf-hyperdflash`.")
         return import_module("hf_hyperdflash.training.adaptation.adapt").adapt(self, target, **options)
 
     _supports_logits_to_keep = generate  # which transformers asks an assistant before that

@@ -222,8 +222,8 @@ class DrafterConfig(WithCode, PreTrainedConfig):
         saved = str(config_dict.get("hyperdflash_version") or "")
         if unknown or series(saved) > series(__version__):
             logger.warning(
-                "The drafter was saved by hf_hyperdflash %s, and this is %s%s. Install that version, or let the "
-                "drafter bring its own code: `AutoModel.from_pretrained(..., trust_remote_code=True)`.",
+                "The drafter was saved by hf_hyperdflash %s, and this is %s%s. Install that version or a later one: "
+                "`pip install -U hf-hyperdflash`.",
                 saved or "of an unknown version",
                 __version__,
                 f", which ignores its {', '.join(unknown)}" if unknown else "",

@@ -1,38 +1,29 @@
-"""Saves and loads a drafter with weights, and writes the code that it needs beside them.
-
-Transformers' remote code supports no subfolders. So the code is written flat, `trees/growth.py` as `trees_growth.py`,
-with its imports rewritten.
-"""
+"""Saves and loads a drafter with weights, and writes the code beside them that plain transformers drafts with."""
 
 from __future__ import annotations
 
-import ast
 import os
-import re
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_import_files
 
-from ..targets.registry import FAMILIES
 from ..version import __version__
 from .base import Drafter
 from .configuration import WithCode
-from .custom_generate import RECIPE
+from .letter import carried_code
 from .weights import load_complete
 
 RECIPE_FILE = "custom_generate/generate.py"
 NOTE = "<!-- hf_hyperdflash: no card yet -->"  # in a README that is about the code alone
-_OF_SHARED_FORWARDS = (
-    "targets/caches/ragged", "targets/caches/slot_forward", "targets/caches/static", "drafters/parts/fixed_context",
-)  # fmt: skip
 # What `save_pretrained(push_to_hub=True)` may be given besides.
 _PUSHING = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
-_ROOT = Path(__file__).parents[__package__.endswith(".drafters")]  # of the package, or the flat folder of a saved one
+_PACKAGE = Path(__file__).parents[1]
+_RECIPE = _PACKAGE / "portable" / "generate.py"
 
 
 class SavedDrafter(WithCode, Drafter, PreTrainedModel):
@@ -80,30 +71,31 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
         return kind
 
     def carried_code(self) -> dict[str, str]:
-        """Return the code that the drafter needs, by the names of flat files: its own module and everything that this
-        imports, but for what its target cannot need. Of the families of targets it has the target's relatives and
-        those with one stream.
+        """Return the code that goes with the drafter, by file names: of a kind of this package what drafts without it
+        ([`~drafters.letter`]). A class of somebody else's brings its own file and those beside it that this imports,
+        which use the installed package.
 
         Raises:
-            ValueError: If the class is in no file, or its file imports from above its folder.
+            ValueError: If the class is in no file, or its file imports from another folder.
         """
-        return flat_code(Path(str(sys.modules[self._own_class().__module__].__file__)), self._unneeded())
-
-    def _unneeded(self) -> set[Path]:
-        """Return the files that the drafter's target cannot need, by its configuration: of families to which it cannot
-        belong, and of caches that it cannot have."""
-        kind = getattr(self.config, "target_model_type", self.target_model_type)
-        if not kind:
-            return set()
-        is_deepseek, is_masked = kind.startswith("deepseek_v4"), any(kind in each.masked_types for each in FAMILIES)
-        unneeded = [] if is_deepseek else ["targets/deepseek_v4"]
-        if getattr(self.config, "target_hc_mult", 0) == 1 and not getattr(self.config, "any_streams", False):
-            unneeded.append("targets/hyper_connections")
-        if is_masked or is_deepseek:
-            unneeded.append("targets/caches/linear")
-        if not is_masked:  # no batches that share forwards, and no static caches
-            unneeded += _OF_SHARED_FORWARDS
-        return {_ROOT / f"{name}.py" for name in unneeded}
+        own: Any = self._own_class()
+        path = Path(str(sys.modules[own.__module__].__file__))
+        if not path.is_relative_to(_PACKAGE):
+            try:
+                files = [path, *map(Path, get_relative_import_files(path))]
+                return {file.name: file.read_text(encoding="utf-8") for file in files}
+            except FileNotFoundError as error:
+                raise ValueError(
+                    f"{path} imports from {Path(error.filename).name}, expected imports from files beside it, which "
+                    "are saved with it: put that there, or into a package."
+                ) from error
+        chosen = {
+            "CONFIDENCE_HEADS": str(getattr(self.config, "confidence_head", True)),
+            "HEADS": getattr(self.config, "sequential_head", ""),
+            "REDUCERS": getattr(self.config, "reducer", ""),
+            "PREPARATIONS": getattr(self.config, "target_model_type", self.target_model_type),
+        }
+        return carried_code(own.config_class, own, chosen)
 
     def save_pretrained(  # type: ignore[override]
         self,
@@ -135,9 +127,10 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
         self.config._auto_class = None  # as of `WithCode`, which a drafter of somebody else's may not have
         vars(self.config).pop("auto_map", None)
         if with_code:
-            own = self._own_class()
-            places = {"AutoConfig": own.config_class, "AutoModel": own}  # type: ignore[attr-defined]
-            self.config.auto_map = {auto: f"{_flat_module(kind)}.{kind.__name__}" for auto, kind in places.items()}
+            own: Any = self._own_class()
+            module = next(iter(code)).removesuffix(".py")
+            classes = {"AutoConfig": own.config_class, "AutoModel": own}
+            self.config.auto_map = {auto: f"{module}.{kind.__name__}" for auto, kind in classes.items()}
         try:
             super().save_pretrained(folder, is_main_process=is_main_process, token=push_options.get("token"), **kwargs)
         except SafetensorError as error:  # for any error of the system
@@ -146,7 +139,7 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
             ) from error
         if is_main_process and with_code:
             (folder / RECIPE_FILE).parent.mkdir(exist_ok=True)
-            (folder / RECIPE_FILE).write_text(RECIPE.read_text(encoding="utf-8"), encoding="utf-8")
+            (folder / RECIPE_FILE).write_text(_RECIPE.read_text(encoding="utf-8"), encoding="utf-8")
             for name, text in code.items():
                 (folder / name).write_text(text, encoding="utf-8")
             if not (readme := folder / "README.md").exists():
@@ -163,13 +156,9 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
             **options: Of [`~hub.publish.push_drafter`]: `commit_message`, `private`, `token`, `revision`, `create_pr`,
                 `tags`, ...
 
-        A drafter's own code, without the package, knows no cards: it is pushed on as any model is.
-
         Raises:
             OSError: If the Hub cannot be reached.
         """
-        if find_spec("hf_hyperdflash") is None:
-            return super().push_to_hub(repo_id, **options)  # type: ignore[arg-type]
         return import_module("hf_hyperdflash.hub.publish").push_drafter(self, repo_id, **options)
 
 
@@ -177,69 +166,13 @@ def about_code(version: str) -> str:
     """Return what users should know before they trust the code beside a drafter, as Markdown."""
     return f"""## The code here
 
-hf_hyperdflash {version} wrote it: the part of the package that drafts, in flat files. Transformers runs it only
-with `trust_remote_code=True`. `pip install hf-hyperdflash` runs the same weights with newer code, and nothing from
-here: `hf_hyperdflash.load_drafter(...)`.
+hf_hyperdflash {version} wrote it. Transformers runs it only with `trust_remote_code=True`. Where the package is
+installed (`pip install hf-hyperdflash`), `modeling_*.py` takes the package's drafter, and nothing else here runs.
+Where it is not, `portable_*.py` drafts: one file that reads from top to bottom, and needs torch and transformers. It
+writes one text at a time and drafts chains; draft trees, batches, `"auto"`, static caches and learning need the
+package.
 
-`drafter.bind(target)` changes that one target: its class becomes a subclass whose `generate` can draft and whose cache
-can give tokens back, and its layers get hooks that do nothing in other calls. `drafter.unbind(target)` undoes both.
-`custom_generate` does the same for one call. The code loads no weights but this repository's, and no other code.
+`drafter.bind(target)` changes that one target: it gets a `generate` that can draft, and its layers get hooks that do
+nothing in other calls. `drafter.unbind(target)` undoes both. `custom_generate` does the same for one call. The code
+loads no weights but this repository's, and no other code.
 """
-
-
-def flat_code(module: Path, left_out: set[Path] = frozenset()) -> dict[str, str]:  # type: ignore[assignment]
-    """Return a module and all that it imports from its package or folder, with names and imports for one flat folder.
-
-    Args:
-        module: The file, of this package, or of a folder of its own.
-        left_out: Files that are not written. What is imported from them becomes an empty tuple.
-
-    Returns:
-        The texts by file name.
-
-    Raises:
-        ValueError: If an import leads out of the folder, or names no module.
-    """
-    root = _ROOT if module.is_relative_to(_ROOT) else module.parent
-    texts: dict[Path, str] = {}
-    to_do = [module]
-    while to_do:
-        path = to_do.pop()
-        if path not in texts:
-            texts[path], imported = _flattened(path, root, left_out)
-            to_do += imported
-    return {f"{_flat_name(path, root)}.py": text for path, text in sorted(texts.items())}
-
-
-def _flattened(path: Path, root: Path, left_out: set[Path]) -> tuple[str, list[Path]]:
-    """Return the text of a file for a flat folder, and the files that it imports."""
-    lines, imported = path.read_text(encoding="utf-8").splitlines(keepends=True), []
-    for node in ast.walk(ast.parse("".join(lines))):
-        if not isinstance(node, ast.ImportFrom) or not node.level:
-            continue
-        place = path.parents[node.level - 1].joinpath(*(node.module or "").split(".")).with_suffix(".py")
-        if not node.module or not place.is_relative_to(root):
-            raise ValueError(
-                f"{path}, line {node.lineno}: expected `from .module import name` within {root}, as what a saved "
-                "drafter runs on is written into one flat folder."
-            )
-        if place in left_out:
-            names = " = ".join(name.asname or name.name for name in node.names)
-            lines[node.lineno - 1] = f"{names} = ()  # type: ignore  # of other targets than this drafter's\n"
-            lines[node.lineno : node.end_lineno] = [""] * (node.end_lineno - node.lineno)  # type: ignore[operator]
-            continue
-        imported.append(place)
-        lines[node.lineno - 1] = re.sub(
-            r"from\s+\.[\w.]*", f"from .{_flat_name(place, root)}", lines[node.lineno - 1], count=1
-        )
-    return "".join(lines), imported
-
-
-def _flat_name(path: Path, root: Path) -> str:
-    return "_".join(path.relative_to(root).with_suffix("").parts)
-
-
-def _flat_module(kind: type) -> str:
-    """Return the name of the flat file of a class."""
-    path = Path(str(sys.modules[kind.__module__].__file__))
-    return _flat_name(path, _ROOT if path.is_relative_to(_ROOT) else path.parent)

@@ -168,7 +168,7 @@ class DeepseekV4(HyperConnected):
 
     def abort_forward(self, cache: RewindableCache, start: int) -> None:
         for layer in cache.layers:
-            if hasattr(layer, "accept"):  # in a layer of a drafter's own, older code no tree has begun
+            if hasattr(layer, "accept"):  # remote code's own layers verify no trees
                 layer.accept([])
         super().abort_forward(cache, start)
 

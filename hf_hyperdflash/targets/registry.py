@@ -25,7 +25,7 @@ _RENAMED = 0.01  # of the tokens: a fine-tuned model's names for some that were 
 # For each target, the numbers of tokens of drafters and its own that were found to fit: a line says so once.
 _fitting: WeakKeyDictionary[PreTrainedModel, set[tuple[int, int]]] = WeakKeyDictionary()
 
-# The first family that fits is chosen. A saved drafter's own code has its target's family and the plain ones.
+# The first family that fits is chosen.
 FAMILIES: tuple[type[Target], ...] = (*DEEPSEEK_V4, *HYPER_CONNECTIONS, *PLAIN, Target)
 
 
@@ -66,7 +66,7 @@ def check_layers(target: Target, layer_ids: Sequence[int] = ()) -> None:
     state for each token of a prompt, or if nothing can be drafted for the target at all.
 
     Args:
-        target: By this code, or by a drafter's own copy of it.
+        target: The target.
         layer_ids: The layers that the drafter reads.
     """
     own, count = target.config, len(target.layers)
@@ -199,11 +199,10 @@ def _trunk(target: PreTrainedModel) -> Trunk | None:
 
 
 def is_bound(model: object) -> bool:
-    """Return whether `model` is a target that this code, or a drafter's own copy of it, has bound."""
+    """Return whether `model` is a bound target."""
     return hasattr(type(model), "bound_by")
 
 
 def is_drafter(model: object) -> bool:
-    """Return whether `model` has the methods of a [`~drafters.base.Drafter`], as wrapped and remote-code drafters
-    have, too."""
+    """Return whether `model` has the methods of a [`~drafters.base.Drafter`], as wrapped ones have, too."""
     return all(callable(getattr(model, name, None)) for name in ("check_target", "extend", "propose"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
@@ -95,20 +94,6 @@ class Target:
         self.rounds: PerThread[dict[nn.Module, torch.Tensor]] = PerThread()
         self.rope_switch = rope_switch_of(self.config)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model, for drafters that were written for the model itself. To be removed in
-        0.4."""
-        if name.startswith("__") or "model" not in vars(self):
-            raise AttributeError(name)
-        value = getattr(self.model, name)
-        _warn_of_model(name)
-        return value
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Run the model's forward, for the same drafters."""
-        _warn_of_model("__call__")
-        return self.model(*args, **kwargs)
-
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
         """Return whether `target`, whose decoder layers are in `trunk`, belongs to this family."""
@@ -120,11 +105,6 @@ class Target:
     @property
     def streams(self) -> int:
         return 1
-
-    @property
-    def paths(self) -> int:
-        """The number of streams, for a drafter's own code from before 0.3."""
-        return self.streams
 
     @property
     def why_ungated(self) -> str:
@@ -343,8 +323,7 @@ class Target:
         for layer in cache.layers:
             # A layer's own crop takes as many of an indexer's tokens as of its own, and either may come first.
             parts = _parts_of(layer)
-            # The layers of a drafter's own, older code have the method under the old name.
-            abort = getattr(layer, "abort_forward", getattr(layer, "take_back", None))
+            abort = getattr(layer, "abort_forward", None)
             if abort is not None:  # a running state's
                 abort(start)
             elif getattr(layer, "keys", None) is not None:  # an MLP has a layer without
@@ -368,15 +347,6 @@ class Target:
         """
         past = keys - count
         return torch.cat([torch.arange(past), past + torch.tensor(visible)]), torch.arange(0)
-
-
-def _warn_of_model(name: str) -> None:
-    warnings.warn(
-        f"A drafter uses `{name}` of the model that it drafts for, and is given a `Target`, whose `model` that is: "
-        f"write `target.model.{name}`. From 0.4 on it is an error.",
-        FutureWarning,
-        stacklevel=3,
-    )
 
 
 def _parts_of(layer: object) -> dict[str, tuple[int, torch.Tensor]]:

@@ -1,7 +1,6 @@
 """DeepSeek's DSpark drafter against its definition, which `oracle_dspark.py` writes out slot by slot."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -33,7 +32,6 @@ from ..helpers.deepseek_checkpoints import (
 )
 from ..helpers.loops import in_transformers_loop, proposed_by
 from ..helpers.oracle_dspark import NaiveDSpark
-from ..helpers.processes import python
 from ..helpers.training import losses, trainer_for
 
 WINDOW, BLOCK = 8, 5
@@ -499,27 +497,6 @@ def stock_residuals(target, ids):
     for handle in handles:
         handle.remove()
     return found
-
-
-def test_saved_with_its_code_it_is_loaded_by_it(drafter, target, tmp_path):
-    """In a process of its own, which has transformers and the folder, but not the package."""
-    drafter.save_pretrained(tmp_path / "drafter")
-    target.save_pretrained(tmp_path / "target")
-    code = """
-import sys
-sys.modules["hf_hyperdflash"] = None
-import torch
-from transformers import AutoModel, AutoModelForCausalLM
-target = AutoModelForCausalLM.from_pretrained("target", dtype=torch.float32)
-drafter = AutoModel.from_pretrained("drafter", trust_remote_code=True, dtype=torch.float32).eval()
-ids, options = torch.tensor([[5, 6, 7, 8, 9]]), dict(do_sample=False, max_new_tokens=12)
-expected = target.generate(ids, **options)
-drafter.bind(target)
-print(torch.equal(target.generate(ids, assistant_model=drafter, **options), expected), drafter.last_stats.rounds > 0)
-"""
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    done = python("-c", code, cwd=tmp_path, env=environment)
-    assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]
 
 
 # Training

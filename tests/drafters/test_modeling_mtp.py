@@ -1,9 +1,6 @@
 """The native MTP drafter against DeepSeek's definition, written out here entry by entry from a checkpoint's
 tensors."""
 
-import json
-import os
-
 import pytest
 import torch
 import transformers
@@ -29,7 +26,6 @@ from hf_hyperdflash.targets.registry import target_of
 from ..conftest import MODELS, prompt, tiny_config, tiny_target
 from ..helpers.deepseek_checkpoints import mtp_shapes, quantized, random_tensors, write, write_shards
 from ..helpers.oracle_deepseek_v4 import NaiveBlock
-from ..helpers.processes import python
 
 TARGET = MODELS / "tiny-deepseek-v4"
 WINDOW = 8
@@ -469,26 +465,3 @@ def test_generate_is_lossless_and_counts_its_rounds(count):
     torch.manual_seed(0)
     sampled = target.generate(ids, **{**options, "do_sample": True}, assistant_model=drafter)
     assert sampled.shape == expected.shape
-
-
-def test_saved_with_its_code_it_is_loaded_by_it(drafter, target, tmp_path):
-    """In a process of its own, which has transformers and the folder, but not the package."""
-    drafter.save_pretrained(tmp_path / "drafter")
-    fields = json.loads((tmp_path / "drafter" / "config.json").read_text())
-    assert fields["model_type"] == "deepseek_v4_mtp" and "modeling_mtp.DeepseekV4MTPDrafter" in str(fields["auto_map"])
-    target.save_pretrained(tmp_path / "target")
-    code = """
-import sys
-sys.modules["hf_hyperdflash"] = None
-import torch
-from transformers import AutoModel, AutoModelForCausalLM
-target = AutoModelForCausalLM.from_pretrained("target", dtype=torch.float32)
-drafter = AutoModel.from_pretrained("drafter", trust_remote_code=True, dtype=torch.float32).eval()
-ids, options = torch.tensor([[5, 6, 7, 8, 9]]), dict(do_sample=False, max_new_tokens=12)
-expected = target.generate(ids, **options)
-drafter.bind(target)
-print(torch.equal(target.generate(ids, assistant_model=drafter, **options), expected), drafter.last_stats.rounds > 0)
-"""
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    done = python("-c", code, cwd=tmp_path, env=environment)
-    assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]

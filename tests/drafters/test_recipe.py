@@ -5,7 +5,7 @@ import threading
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hyperdflash.drafters import custom_generate as recipe
+from hf_hyperdflash.portable import generate as recipe
 
 from ..conftest import half_right, prompt, tiny_target
 

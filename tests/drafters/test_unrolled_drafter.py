@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections import Counter
@@ -18,7 +17,6 @@ from hf_hyperdflash import (
     HyperDFlashDrafter,
     SpecBlockConfig,
     SpecBlockDrafter,
-    load_drafter,
 )
 from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters import reading as reading_drafter
@@ -34,7 +32,6 @@ from ..helpers import families
 from ..helpers.device_pairs import assert_same_text, small_qwen3, small_target
 from ..helpers.drawn_tokens import assert_drawn_from
 from ..helpers.loops import in_transformers_loop
-from ..helpers.processes import python
 from ..helpers.schedules import Asked
 from ..helpers.unrolled import unrolled
 
@@ -330,34 +327,6 @@ def test_on_other_devices(kind, options):
     drafter = unrolled(kind, target, **KINDS[kind], target_layer_ids=[0])
     drafter.bind(target)
     assert_same_text(target, drafter, **options)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_saved_with_its_code_it_is_loaded_by_it(kind, tmp_path):
-    """In a process of its own, which has transformers and the folder, but not the package."""
-    torch.manual_seed(0)
-    target = families.qwen3().eval()
-    drafter = unrolled(kind, target, **KINDS[kind])
-    drafter.save_pretrained(tmp_path / "drafter")
-    target.save_pretrained(tmp_path / "target")
-    code = """
-import sys
-sys.modules["hf_hyperdflash"] = None
-import torch
-from transformers import AutoModel, AutoModelForCausalLM
-target = AutoModelForCausalLM.from_pretrained("target", dtype=torch.float32)
-drafter = AutoModel.from_pretrained("drafter", trust_remote_code=True, dtype=torch.float32).eval()
-ids, options = torch.tensor([[5, 6, 7, 8, 9]]), dict(do_sample=False, max_new_tokens=12)
-expected = target.generate(ids, **options)
-drafter.bind(target)
-found = target.generate(ids, assistant_model=drafter, tree_budget=6, **options)
-print(torch.equal(found, expected), drafter.last_stats.nodes > 0)
-"""
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    done = python("-c", code, cwd=tmp_path, env=environment)
-    assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]
-    again = load_drafter(tmp_path / "drafter", target=target)
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in drafter.state_dict().items())
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

@@ -2,23 +2,19 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sysconfig
 import venv
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-import hf_hyperdflash
-from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, __version__, bind
+from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, __version__
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.publish import drafter_files
-from hf_hyperdflash.version import series
 
 from ..conftest import prompt, tiny_config, tiny_drafter, tiny_target
 from ..helpers.headed_drafters import learned
@@ -177,13 +173,13 @@ assert type(model) is own
 drafter = AutoModel.from_pretrained("org/name", trust_remote_code=True, dtype=torch.float32)
 drafter.bind(model)
 told["texts"] += [written(model, assistant_model=drafter), written(model, **recipe)]
-assert drafter.last_stats.rounds and type(model) is not own
+assert drafter.last_stats.rounds and type(model) is own
 drafter.unbind(model)
-drafter.save_pretrained(folder / "again")  # and from there once more
-again = str(folder / "again")
-told["texts"].append(written(model, custom_generate=again, assistant_model=again, trust_remote_code=True))
-told["refused"] = failure(lambda: written(model, custom_generate="org/name"))
-drafter.push_to_hub("org/again")
+drafter.save_pretrained(folder / "again")  # as any model of remote code, and from there once more
+again = AutoModel.from_pretrained(folder / "again", trust_remote_code=True, dtype=torch.float32)
+again.bind(model)
+told["texts"].append(written(model, assistant_model=again))
+told["refused"] = failure(lambda: written(target(), custom_generate="org/name"))
 """
     (tmp_path / "bare home").mkdir()
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)  # empty: what it may import is linked
@@ -191,8 +187,6 @@ drafter.push_to_hub("org/again")
     environment = {"PYTHONPATH": without_package(tmp_path), "PYTHON": other}
     told = run(hub, folder, tmp_path / "bare home", code, **environment)
     assert told["count"] == 5 and "trust_remote_code" in told["refused"]
-    again, first = hub.files("org/again"), hub.files("org/name")
-    assert again["model.safetensors"] == first["model.safetensors"] and set(again) == set(first)
 
 
 @pytest.mark.nightly  # several pushes to a server of the Hub
@@ -341,74 +335,6 @@ def test_a_push_without_network_is_one_line(folder, tmp_path):
     assert "Traceback" not in result.stderr
 
 
-TWINS = """
-import tests.helpers.families as families
-from tests.conftest import prompt, tiny_drafter
-from transformers import AutoModel
-from hf_hyperdflash import HyperDFlashDrafter
-from hf_hyperdflash.decoding.bind import BoundTarget
-from hf_hyperdflash.targets.caches.name import CACHE, cache_of
-told["same"] = []
-for name in ("v4", "linear"):
-    def model():
-        torch.manual_seed(0)
-        return (target() if name == "v4" else families.qwen3_next()).eval()
-    if name == "linear":
-        tiny_drafter(model(), dtype=torch.float32).save_pretrained(folder / "of-linear")
-    path = folder / ("drafter" if name == "v4" else "of-linear")
-    ours = HyperDFlashDrafter.from_pretrained(path, dtype=torch.float32)
-    theirs = AutoModel.from_pretrained(path, trust_remote_code=True, dtype=torch.float32)
-    assert not isinstance(theirs, HyperDFlashDrafter)
-    ids, options = prompt(13), {"do_sample": False}
-    plain = model().generate(ids, max_new_tokens=20, **options)
-    for first, second in ((ours, theirs), (theirs, ours)):
-        one, other = model(), model()
-        own = type(one)
-        first.bind(one)
-        bound = type(one)
-        second.bind(one)
-        assert type(one) is bound  # bound is bound, whoever did it
-        second.bind(other)
-        begun = one.generate(ids, max_new_tokens=8, assistant_model=first, return_dict_in_generate=True, **options)
-        for following in (one, other):
-            cache = copy.deepcopy(cache_of(begun))
-            text = following.generate(
-                begun.sequences, max_new_tokens=12, assistant_model=second, **{CACHE: cache}, **options
-            )
-            told["same"].append(torch.equal(text, plain) and second.last_stats.rounds > 0)
-        second.unbind(one)
-        assert type(one) is own
-"""
-
-
-def test_bound_by_a_drafters_own_code_or_by_the_package(hub, folder, tmp_path):
-    """Their classes have the same names and other modules; a cache that one left is continued by the other."""
-    told = run(hub, folder, tmp_path, "import copy\n" + TWINS)
-    assert told["same"] == [True] * 8
-
-
-def test_a_target_that_older_code_has_bound_is_bound(folder):
-    """What it hangs on the target has a family, and no `Target`."""
-    target = tiny_target()
-    bind(target)
-    del vars(target)["hyperdflash_binding"].target
-    vars(target)["hyperdflash_binding"].family = SimpleNamespace(target=target)
-    assert bind(target) is target
-
-
-def test_bound_by_code_of_another_version(folder, monkeypatch):
-    target, drafter = tiny_target(), tiny_drafter(tiny_target())
-    drafter.bind(target)
-    major, minor = series(__version__)
-    monkeypatch.setattr("hf_hyperdflash.decoding.bind.__version__", f"{major}.{minor}.99")
-    drafter.bind(target)
-    monkeypatch.setattr("hf_hyperdflash.decoding.bind.__version__", f"{major}.{minor + 1}.0")
-    with pytest.raises(ValueError, match=rf"bound by hf_hyperdflash {major}\.{minor}\..*, and this is .*`unbind`"):
-        drafter.bind(target)
-    drafter.unbind(target)
-    drafter.bind(target)
-
-
 def test_a_saved_drafter_records_the_version(folder):
     assert json.loads((folder / "drafter" / "config.json").read_text())["hyperdflash_version"] == __version__
 
@@ -453,38 +379,13 @@ told["same"] = all(torch.equal(v, adapted.state_dict()[k]) for k, v in wrapped.s
     assert set(hub.files("org/adapter-alone")) == alone
 
 
-def test_a_saved_drafter_has_the_code_as_it_is_but_for_imports(folder):
-    package, seen = Path(hf_hyperdflash.__file__).parent, set()
-    for path in package.rglob("*.py"):
-        name = "_".join(path.relative_to(package).parts)
-        if name in CODE:
-            seen.add(name)
-            saved, own = (file.read_text().splitlines() for file in (folder / "drafter" / name, path))
-            assert len(saved) == len(own)
-            changed = [(a, b) for a, b in zip(saved, own) if a != b]
-            for a, b in changed:  # an import from a file beside it, or from one that its target cannot need
-                names = b.partition(" import ")[2]
-                assert re.match(r" *from \.+[\w.]+ import ", b)
-                if re.match(r" *from \.\w+ import ", a):
-                    assert a.partition(" import ")[2] == names
-                else:
-                    assert (
-                        a
-                        == f"{names.replace(', ', ' = ')} = ()  # type: ignore  # of other targets than this drafter's"
-                    )
-    assert seen == CODE - {"custom_generate/generate.py"}
-    recipe = folder / "drafter" / "custom_generate" / "generate.py"
-    assert recipe.read_bytes() == (package / "drafters" / "custom_generate.py").read_bytes()
-    assert not any(name.endswith((".bin", ".pt")) for name in os.listdir(folder / "drafter"))
-
-
 def test_a_sharded_drafter_is_saved_under_its_own_name(tmp_path):
     """FSDP2's `fully_shard` replaces the class by a subclass that torch defines."""
     drafter = tiny_drafter(tiny_target())
     drafter.__class__ = type("FSDPHyperDFlashDrafter", (HyperDFlashDrafter,), {"__module__": "torch.nn.functional"})
     drafter.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["auto_map"]["AutoModel"] == "drafters_blocks_modeling_hyperdflash.HyperDFlashDrafter"
+    assert config["auto_map"]["AutoModel"] == "modeling_hyperdflash.HyperDFlashDrafter"
     assert config["architectures"] == ["HyperDFlashDrafter"]
     assert {path.name for path in tmp_path.glob("*.py")} == {name for name in CODE if "/" not in name}
 

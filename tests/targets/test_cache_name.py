@@ -163,4 +163,4 @@ def test_a_name_that_is_not_known_ends_in_one_line(tmp_path):
     done = python(script, cwd=tmp_path, env=os.environ | {"HF_HOME": str(tmp_path / "home")})
     assert done.returncode
     said = done.stderr.splitlines()[-1]
-    assert "has a name for the cache that hf_hyperdflash" in said and "`hf_hyperdflash.load_drafter`" in said
+    assert "has a name for the cache that this file does not know" in said and "install hf-hyperdflash" in said

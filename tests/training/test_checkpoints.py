@@ -107,7 +107,7 @@ def test_what_a_run_ends_in_has_code_and_its_checkpoints_have_none(tmp_path, tar
     trainer.train()
     trainer.save_model()
     code = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")}
-    assert {"drafters_blocks_modeling_hyperdflash.py", "custom_generate/generate.py"} <= code
+    assert {"modeling_hyperdflash.py", "custom_generate/generate.py"} <= code
     assert not any(name.startswith("checkpoint-") for name in code)
     finished, checkpoint = (
         json.loads((path / "config.json").read_text()) for path in (tmp_path, tmp_path / "checkpoint-2")
@@ -140,7 +140,7 @@ def test_all_files_of_a_checkpoint_have_the_umasks_mode(tmp_path, target):
     finally:
         os.umask(old)
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    code = {"drafters_blocks_modeling_hyperdflash.py", "generate.py"}
+    code = {"modeling_hyperdflash.py", "generate.py"}
     assert {*code, "optimizer.pt", "model.safetensors"} <= {path.name for path in files}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
 

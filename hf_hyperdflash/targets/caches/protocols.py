@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 
 # The attribute of a cache that counts the forwards which began to fill it and did not end. Unless it is 0, the parts
-# of the cache may hold different tokens. Most parts count their tokens, but a running state does not. Drafters' own,
-# older code reads and writes the attribute, too.
+# of the cache may hold different tokens. Most parts count their tokens, but a running state does not.
 OPEN_FORWARDS = "_hyperdflash_torn"
 
 

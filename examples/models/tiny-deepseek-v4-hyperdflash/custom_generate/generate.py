@@ -2,7 +2,7 @@
 
 # In a `try`: else transformers, which looks for imports, says to install a package of this name from PyPI.
 try:
-    from hf_hyperdflash.drafters.custom_generate import generate  # noqa: F401
+    from hf_hyperdflash.portable.generate import generate  # noqa: F401
 except ImportError as error:
     raise ImportError(
         f"This drafter runs on the package of the repository that its folder belongs to ({error}). Run `pip install "

@@ -1,0 +1,68 @@
+"""`target.generate(..., custom_generate="org/drafter", trust_remote_code=True)`: draft with a repository's drafter.
+
+Every saved drafter has a copy of this file as `custom_generate/generate.py`, where transformers looks for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+from transformers import AutoModel, PreTrainedModel
+
+_LOADING = ("revision", "token", "cache_dir", "force_download", "local_files_only")
+_BINDING = threading.Lock()
+# Of each target that calls have bound, how many of them draft with each drafter now: threads may call at once.
+_calls: WeakKeyDictionary[PreTrainedModel, dict[Any, int]] = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], PreTrainedModel]] = WeakKeyDictionary()
+
+
+def generate(
+    model: PreTrainedModel, assistant_model: PreTrainedModel | str | Path | None = None, **kwargs: Any
+) -> Any:
+    """Generate with a drafter, or with the one of a folder, or of the repository that this file came from. The target
+    is bound for this one call. Arguments are those of `target.generate` and of `from_pretrained` (`_LOADING`)."""
+    loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
+    drafter: Any = assistant_model
+    is_own = drafter is None or isinstance(drafter, (str, Path))  # which nobody else has bound
+    if is_own:
+        drafter = _drafter(model, str(drafter or ""), loading)
+    with _BINDING:
+        calls, own = _calls.setdefault(model, {}), (type(model), vars(model).get("generate"))
+        drafter.bind(model)
+        is_bound_here = is_own or bool(calls) or own != (type(model), vars(model).get("generate"))
+        if is_bound_here:
+            calls[drafter] = calls.get(drafter, 0) + 1
+    try:
+        return cast(Any, model).generate(assistant_model=drafter, **kwargs)
+    finally:
+        with _BINDING:
+            if is_bound_here:
+                calls[drafter] -= 1
+                if not calls[drafter]:
+                    del calls[drafter]
+                    drafter.unbind(model)
+
+
+def _drafter(target: PreTrainedModel, repository: str, loading: dict[str, Any]) -> PreTrainedModel:
+    if not repository:
+        # The drafter of this commit: transformers calls this file
+        # `transformers_modules.ORG.NAME.COMMIT.custom_generate.generate`.
+        *_, owner, name, commit = __name__.removesuffix(".custom_generate.generate").split(".")[-4:]
+        if len(commit) != 40 or not owner:
+            raise ValueError(
+                "It is not known which drafter to use: of a folder on this machine pass the folder once more, "
+                '`target.generate(..., custom_generate="my-drafter", assistant_model="my-drafter", '
+                "trust_remote_code=True)`, or the drafter itself."
+            )
+        parts = (part.replace("_dot_", ".").replace("_hyphen_", "-") for part in (owner, name))
+        repository = "/".join(part[1:] if part[:1] == "_" and part[1:2].isdigit() else part for part in parts)
+        loading["revision"] = commit
+    drafters, key = _loaded.setdefault(target, {}), (repository, loading.get("revision"))
+    if key not in drafters:
+        head = cast(Any, target.get_output_embeddings()).weight
+        drafter = AutoModel.from_pretrained(repository, trust_remote_code=True, dtype=head.dtype, **loading)
+        drafters[key] = drafter.to(head.device).eval()
+    return drafters[key]

@@ -1,0 +1,281 @@
+"""Drafters that continue from states of their own: EAGLE-3, token by token, and SpecBlock, block by block.
+
+Entry t consists of the target's residual after token t and the embedding of token t + 1. Its block has K slots, and
+slot k drafts token t + 2 + k. A later block continues from the last slot of the block before, whose state replaces the
+residual. In every layer a slot sees everything before it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ..drafters.parts.layers import (
+    ContextLayer,
+    DrafterRMSNorm,
+    HyperDFlashLayer,
+    HyperDFlashRotaryEmbedding,
+    KeysValues,
+)
+from ..drafters.parts.rank_head import RankHead
+from ..drafters.parts.reducers import REDUCERS
+from ..drafters.unrolled.modeling_eagle3 import Eagle3Layer
+from .drafter import PortableDrafter
+from .loop import Drafts
+from .target import Target
+
+ENTRIES_AT_ONCE = 256  # of a prompt: their mask is as large as the square of their slots
+
+
+class Eagle3Config(PreTrainedConfig):
+    """The drafter's config.json, which has every field; the package's class of this name says what they mean."""
+
+    model_type = "eagle3"
+    conv_kernel_size = 0
+
+
+class SpecBlockConfig(PreTrainedConfig):
+    """The drafter's config.json, which has every field; the package's class of this name says what they mean."""
+
+    model_type = "specblock"
+    conv_kernel_size = 0
+
+
+class EntryContext:
+    """Keys and values of a text's entries, of every layer, and the state from which the next round drafts.
+
+    Attributes:
+        states: Of the last entry's slots, `[1, block_size, config.hidden_size]`; `None` before the first.
+        position: Of its first slot, `[1, 1]`.
+        pending: Residual, positions and following tokens of the last tokens, whose entries the next round adds.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.states: torch.Tensor | None = None
+        self.position: torch.Tensor | None = None
+        self.pending: tuple[torch.Tensor, ...] | None = None
+        self.known: list[KeysValues | None] = [None] * layers
+
+    def layer(self, index: int) -> ContextLayer:
+        """Return a function for one layer's attention: it adds keys and values, and returns all."""
+
+        def update(*new: torch.Tensor) -> KeysValues:
+            known = self.known[index]
+            keys, values = new if known is None else (torch.cat(pair, dim=2) for pair in zip(known, new))
+            self.known[index] = keys, values
+            return keys, values
+
+        return update
+
+    def ahead(self) -> EntryContext:
+        """Return a copy that can run ahead. Tensors are replaced, never written to."""
+        ahead = copy.copy(self)
+        ahead.known = list(self.known)
+        return ahead
+
+
+class UnrolledDrafter(PortableDrafter):
+    """The base of drafters of entries.
+
+    Attributes:
+        moves_positions: Whether a later block has later positions than the block that it continues.
+        begin: Returns the input of the first layer from conditions and embeddings of blocks,
+            `[1, blocks, config.hidden_size]`.
+    """
+
+    base_model_prefix = "drafter"
+    _supports_sdpa = _supports_attention_backend = True
+    _keep_in_fp32_modules_strict = ["hc_gate"]
+    moves_positions = True
+    layers: nn.ModuleList
+    begin: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for name, module in REDUCERS[config.reducer].modules(config).items():
+            self.add_module(name, module)
+        self.norm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.draft_vocab_size:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # of the target's vocabulary
+        self.rotary_emb = HyperDFlashRotaryEmbedding(config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the layers; a gate is always float32."""
+        return self.norm.weight.dtype
+
+    @property
+    def max_draft_tokens(self) -> int:  # type: ignore[override]
+        return self.config.block_size * self.config.max_blocks
+
+    def layers_read(self, target: Target) -> Sequence[int]:
+        count = len(target.layers)
+        return [1, count // 2 - 1, count - 4] if self.config.usual_layers else self.config.target_layer_ids
+
+    def condition(self, residual: torch.Tensor) -> torch.Tensor:
+        """Return what first blocks are conditioned on, from the target's residual streams."""
+        return REDUCERS[self.config.reducer].reduce(self, residual, self.dtype)
+
+    def between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input of layer `index` from the output of the layer before it."""
+        return hidden
+
+    def next_condition(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the condition of a later block from the states that it continues."""
+        return states
+
+    def run(
+        self, target: Target, context: EntryContext, condition: torch.Tensor, ids: torch.Tensor, first: torch.Tensor
+    ) -> torch.Tensor:
+        """Run blocks, and add their keys and values to a context. Return the last one's states,
+        `[1, block_size, config.hidden_size]`.
+
+        Args:
+            condition: `[1, blocks, config.hidden_size]`.
+            ids: The tokens that follow, `[1, blocks]`.
+            first: The positions of their first slots, `[1, blocks]`.
+        """
+        size = self.config.block_size
+        if self.config.own_embedding:  # which has no row for tokens that the target got later
+            embeds = self.embed_tokens(ids.to(self.device).clamp(max=self.config.vocab_size - 1))
+        else:
+            embeds = target.embed(ids).to(self.device)
+        hidden = self.begin(condition, embeds.to(condition.dtype))
+        slots, new, known = torch.arange(size, device=first.device), hidden.shape[1], context.known[0]
+        rotary = self.rotary_emb(hidden, (first.unsqueeze(-1) + slots).flatten(1))
+        past = 0 if known is None else known[0].shape[2]
+        visible = torch.ones(1, 1, new, past + new, dtype=torch.bool, device=hidden.device).tril(past)
+        mask = None if new == 1 else self.attention_mask(visible, hidden.dtype)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(self.between(index, hidden), None, rotary, context.layer(index), mask)
+        return hidden[:, -size:]
+
+    def new_context(self) -> EntryContext:
+        return EntryContext(len(self.layers))
+
+    def extend(
+        self, target: Target, context: EntryContext, residual: Any, position_ids: torch.Tensor, next_ids: torch.Tensor
+    ) -> None:
+        for start in range(0, next_ids.shape[1], ENTRIES_AT_ONCE):
+            self._flush(target, context)
+            part = slice(start, start + ENTRIES_AT_ONCE)
+            context.pending = residual[:, part], position_ids[:, part], next_ids[:, part]
+        if next_ids.shape[1] > self.max_draft_tokens + 1:  # a prompt's, whose residual is large
+            self._flush(target, context)
+
+    def _flush(self, target: Target, context: EntryContext) -> None:
+        """Make the entries of the pending tokens."""
+        if context.pending is not None:
+            residual, position_ids, next_ids = (part.to(self.device) for part in context.pending)
+            first = position_ids + 1
+            context.states = self.run(target, context, self.condition(residual), next_ids, first)
+            context.position, context.pending = first[:, -1:], None
+
+    def draft(
+        self, target: Target, context: Any, anchor: torch.Tensor, position: torch.Tensor, count: int, drafts: Drafts
+    ) -> None:
+        self._flush(target, context)
+        states, first, ahead, size, token = (
+            context.states,
+            context.position,
+            context.ahead(),
+            self.config.block_size,
+            anchor,
+        )
+        if states is None:
+            return
+        for k in range(count):
+            if k and k % size == 0:
+                first = first + size * self.moves_positions
+                states = self.run(target, ahead, self.next_condition(states[:, -1:]), token, first)
+            normed = self.norm(states[:, k % size])
+            if not self.config.draft_vocab_size:
+                logits = self.full_logits(target, target.logits(normed)[..., : self.config.vocab_size])
+            else:
+                logits, cap = self.lm_head(normed), self.config.final_logit_softcapping
+                logits = logits if cap is None else cap * torch.tanh(logits / cap)
+                logits = self.full_logits(target, logits, self.draft_ids)
+            token = drafts.choose(logits)
+
+
+class Eagle3Drafter(UnrolledDrafter):
+    """One token at a time from three of the target's layers, and then from its own states."""
+
+    config_class = Eagle3Config
+    _no_split_modules = ["Eagle3Layer", "HyperDFlashLayer"]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        others = (HyperDFlashLayer(config) for _ in range(config.num_hidden_layers - 1))
+        self.layers = nn.ModuleList([Eagle3Layer(config), *others])
+        read, eps = len(config.target_layer_ids), config.rms_norm_eps
+        width = config.target_hidden_size * (1 if config.reducer == "stream_mean" else config.target_hc_mult)
+        if config.norm_before_fc:
+            self.input_norm = DrafterRMSNorm(read * width, eps=eps)
+        if config.fc_norm:
+            self.fc_norms = nn.ModuleList(DrafterRMSNorm(width, eps=eps) for _ in range(read))
+        self.post_init()
+
+    def condition(self, residual: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        if not config.norm_before_fc and not config.fc_norm:
+            return super().condition(residual)
+        layers = residual.to(self.dtype).unflatten(2, (len(config.target_layer_ids), -1))
+        layers = layers.mean(3) if config.reducer == "stream_mean" else layers.flatten(3)
+        if config.norm_before_fc:
+            normed = self.input_norm(layers.flatten(2))
+        else:
+            normed = torch.cat([norm(layer) for norm, layer in zip(self.fc_norms, layers.unbind(2))], dim=-1)
+        return cast(Any, self).fc(normed)
+
+    def begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.cat([embeds, condition], dim=-1)
+
+    def next_condition(self, states: torch.Tensor) -> torch.Tensor:
+        return self.norm(states) if self.config.norm_output else states
+
+
+class SpecBlockDrafter(UnrolledDrafter):
+    """Blocks whose slots depend on each other, and later blocks from the last slot of an earlier one."""
+
+    config_class = SpecBlockConfig
+    _no_split_modules = ["HyperDFlashLayer"]
+    moves_positions = False  # the authors' checkpoints are trained and used so
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.condition_norm, self.token_norm, self.slot_norm = (DrafterRMSNorm(width, eps=eps) for _ in range(3))
+        self.slot_embeddings = nn.Embedding(config.block_size, width)
+        self.fuse = nn.Linear(3 * width, width, bias=False)
+        self.layers = nn.ModuleList(HyperDFlashLayer(config) for _ in range(config.num_hidden_layers))
+        shifts = config.num_hidden_layers - 1 if config.shift else 0
+        self.shift_proj = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(shifts))
+        if config.rank_head:  # which trees ask, and chains do not
+            self.rank_head = RankHead(config)
+        self.post_init()
+
+    def begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        size = self.config.block_size
+        inputs = torch.cat([self.condition_norm(condition), self.token_norm(embeds)], dim=-1).unsqueeze(2)
+        if self.config.broadcast:
+            inputs = inputs.expand(-1, -1, size, -1)
+        else:
+            inputs = nn.functional.pad(inputs, (0, 0, 0, size - 1))
+        slots = self.slot_norm(self.slot_embeddings.weight).expand(*inputs.shape[:3], -1)
+        return self.fuse(torch.cat([inputs, slots], dim=-1)).flatten(1, 2)
+
+    def between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        if not index or not self.config.shift:
+            return hidden
+        slots = hidden.unflatten(1, (-1, self.config.block_size))
+        before = torch.cat([slots[:, :, :1], slots[:, :, :-1]], dim=2)
+        return self.shift_proj[index - 1](torch.cat([slots, before], dim=-1)).flatten(1, 2)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper
 
@@ -464,6 +464,7 @@ def test_memory_is_bounded_and_keeps_the_newest(lengths, most):
         assert older is None or size + sum(values.nbytes for values in older.values()) > most
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.integers(0, 99))
 def test_what_is_held_out_is_not_learned_from(decisions, new, count, seed):
     memory, held = ReplayBuffer(10**9, seed), set()

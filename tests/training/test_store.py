@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections import namedtuple
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -350,6 +351,23 @@ def test_a_second_writer_is_told_of_the_first_and_a_dead_one_is_forgotten(target
         first.join()
     write(tmp_path, target)
     assert shards_of(tmp_path) == shards_of(written)
+
+
+def test_two_calls_for_other_rows_do_not_share_a_folder(target, tmp_path, monkeypatch):
+    """Also where the second has looked into it before the first began to write."""
+    complete = store._Writer.complete
+
+    def after_another(writer):
+        monkeypatch.setattr(store._Writer, "complete", complete)
+        first.append(write(tmp_path, target))
+        complete(writer)
+
+    first = []
+    monkeypatch.setattr(store, "only_writer", lambda path: nullcontext())
+    monkeypatch.setattr(store._Writer, "complete", after_another)
+    with pytest.raises(ValueError, match="has other data, 8 rows"):
+        write(tmp_path, target, packed_rows([(7,), (19,)]))
+    assert len(first[0]) == len(FeatureCache(tmp_path, target)) == 8
 
 
 def test_a_complete_cache_is_opened_where_nothing_can_be_written(target, directory, monkeypatch):

@@ -229,26 +229,32 @@ class _Writer:
                 f"The rows are {found}: expected a map-style dataset with at least one row. Load it without "
                 "`streaming=True`."
             )
-        lengths, digests = [], []
+        self.lengths, self.digests = list[int](), list[str]()
         for i in range(len(self.rows)):
             row = self._read_columns(i)
             _check_row(i, row, target_of(target).config.vocab_size)
-            lengths.append(len(row["input_ids"]))
-            digests.append(hashlib.sha256(b"".join(column.numpy().tobytes() for column in row.values())).hexdigest())
-        there = _read_lists(directory)
+            self.lengths.append(len(row["input_ids"]))
+            columns = b"".join(column.numpy().tobytes() for column in row.values())
+            self.digests.append(hashlib.sha256(columns).hexdigest())
+        self.shard_size = shard_size
+        self.plan()
+
+    def plan(self) -> None:
+        """Group the rows, as the parts that are there have them, and refuse a folder with parts of other rows."""
+        there = _read_lists(self.directory)
         for known, _ in there:
-            _check_identity(directory, known, identity)
+            _check_identity(self.directory, known, self.identity)
             self.identity = known  # which may have more layers
         written = {part for _, parts in there for part in parts}
-        self.parts = self._plan(lengths, digests, written, shard_size)
+        self.parts = self._group(written)
         if others := written - set(self.parts):
             raise ValueError(
-                f"The feature cache in {directory} has other data, {sum(part.rows for part in others)} rows that are "
-                f"not among these {len(self.rows)} with these tokens, loss masks and positions. Use the rows that it "
-                "was written with, or another directory."
+                f"The feature cache in {self.directory} has other data, {sum(part.rows for part in others)} rows that "
+                f"are not among these {len(self.rows)} with these tokens, loss masks and positions. Use the rows that "
+                "it was written with, or another directory."
             )
         digest = _sha256([_key(self.identity), *(part.name for part in self.parts)])
-        self.list_path = directory / f"features-{digest[:16]}.json"
+        self.list_path = self.directory / f"features-{digest[:16]}.json"
 
     def _read_columns(self, i: int) -> dict[str, torch.Tensor]:
         row = self.rows[i]
@@ -258,28 +264,30 @@ class _Writer:
             )
         return {name: torch.tensor(row[name], dtype=torch.long) for name in _COLUMNS}
 
-    def _plan(self, lengths: list[int], digests: list[str], known: set[Part], shard_size: int) -> list[Part]:
-        """Group the rows: as parts that are known have them, else up to `shard_size` bytes a group; a longer row gets
-        its own."""
+    def _group(self, known: set[Part]) -> list[Part]:
+        """Group the rows: as known parts have them, else up to `shard_size` bytes a group; a longer row gets its
+        own."""
         counts, parts, start = sorted({part.rows for part in known}, reverse=True), list[Part](), 0
 
         def group(stop: int) -> Part:
-            return Part(_sha256(digests[start:stop])[:32], stop - start, sum(lengths[start:stop]))
+            return Part(_sha256(self.digests[start:stop])[:32], stop - start, sum(self.lengths[start:stop]))
 
-        while start < len(lengths):
-            there = next((n for n in counts if group(start + n) in known), 0)
-            if not there:
-                sizes = accumulate(_size(self.identity, 1, lengths[i]) for i in range(start, len(lengths)))
-                there = max(1, next((n for n, size in enumerate(sizes) if size > shard_size), len(lengths) - start))
-            parts.append(group(start + there))
-            start += there
+        while start < len(self.rows):
+            count = next((n for n in counts if group(start + n) in known), 0)
+            if not count:
+                sizes = accumulate(_size(self.identity, 1, self.lengths[i]) for i in range(start, len(self.rows)))
+                within = (n for n, size in enumerate(sizes) if size > self.shard_size)
+                count = max(1, next(within, len(self.rows) - start))
+            parts.append(group(start + count))
+            start += count
         return parts
 
     def missing(self) -> list[int]:
         return [i for i, part in enumerate(self.parts) if not _is_whole(self.directory, part, self.identity)]
 
     def complete(self) -> None:
-        missing = self.missing()  # another process may have written some until now
+        self.plan()  # again: until now another process may have written there
+        missing = self.missing()
         if missing and not len(target_of(self.target).layers):
             raise ValueError(
                 f"The feature cache in {self.directory} is not complete, and this target has no layers to run. Load "

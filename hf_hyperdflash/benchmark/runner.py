@@ -156,13 +156,12 @@ def _conversation(
         )  # fmt: skip
         for _, index, record in trials:
             name = missing[index].name
-            rounds = {name: None if record.stats is None else getattr(record.stats, name) for name in ROUND_FIELDS}
             figures = {
                 "prompt_tokens": record.prompt_tokens,
                 "new_tokens": record.new_tokens,
                 "seconds": record.seconds,
                 "decode_seconds": record.seconds - record.first_seconds,
-                **rounds,
+                **{each: None if record.stats is None else getattr(record.stats, each) for each in ROUND_FIELDS},
                 "peak_memory": _peak_memory(device),
             }
             pending.append(({**key, "method": name, **figures}, record.output))

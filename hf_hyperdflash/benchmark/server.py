@@ -84,7 +84,7 @@ class Server:
                 usage = event.get("usage") or {}
                 new_tokens = usage.get("completion_tokens", new_tokens)
                 prompt_tokens = usage.get("prompt_tokens", prompt_tokens)
-                counted = sglang_counted(event) or counted
+                counted = parse_sglang_counters(event) or counted
                 delta = event["choices"][0]["delta"] if event.get("choices") else {}
                 content = delta.get("content") or ""
                 if first is None and (content or delta.get("reasoning_content") or delta.get("reasoning")):
@@ -181,7 +181,7 @@ def vllm_counters(page: str, model: str) -> DraftCounters:
     return DraftCounters(rounds, [accepted[k] for k in sorted(accepted)])
 
 
-def sglang_counted(event: dict[str, Any]) -> DraftCounters | None:
+def parse_sglang_counters(event: dict[str, Any]) -> DraftCounters | None:
     """Read SGLang's counts of an answer from an event of its stream; `None` if the event has none.
 
     They are a histogram: how many rounds accepted no draft, one draft, and so on.

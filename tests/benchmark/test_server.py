@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_hyperdflash.benchmark import server as asked
-from hf_hyperdflash.benchmark.server import DraftCounters, sglang_counted, total, vllm_counters
+from hf_hyperdflash.benchmark.server import DraftCounters, parse_sglang_counters, total, vllm_counters
 from hf_hyperdflash.cli.app import app
 
 METRICS = """\
@@ -218,12 +218,12 @@ def test_what_sglang_counts_of_each_answer(serve, latest):
 
 def test_answers_of_which_each_got_another_way_down_its_drafts():
     def told(*histogram):
-        return sglang_counted({"sglext": {"spec_tokens_details": {
+        return parse_sglang_counters({"sglext": {"spec_tokens_details": {
             "spec_verify_ct": sum(histogram), "spec_correct_drafts_histogram": histogram
         }}})  # fmt: skip
 
     assert total([told(1, 0, 2), None, told(4), told(0, 1)]) == DraftCounters(8, [3, 2])
-    assert total([sglang_counted({"choices": []}), None]) is None
+    assert total([parse_sglang_counters({"choices": []}), None]) is None
 
 
 def test_an_sglang_that_counts_rounds_alone(serve):

@@ -87,7 +87,7 @@ def count_rounds(
 
 
 def change_one_thing(examined: Examination) -> Iterator[Finding]:
-    """Whether acceptance rises if one thing is changed: long texts, precision, thinking mode, template."""
+    """Check whether acceptance rises if one thing is changed: long texts, precision, thinking mode, template."""
     if not examined.is_thorough:
         return
     found, tokenizer, seconds = examined.found, examined.tokenizer, 0.35 * examined.left()
@@ -162,8 +162,8 @@ def judge_changes(examined: Examination) -> Iterator[Finding]:
 
 
 def try_learning(examined: Examination) -> Iterator[Finding]:
-    """What training would bring back, if the target's weights are other ones: train a copy of the drafter on half of
-    the texts, and measure it on the others."""
+    """Train a copy of the drafter on half of the texts, and measure it on the others, where the target's weights are
+    not those that it was trained for."""
     found, texts, prompts = examined.found, examined.texts, examined.prompts
     cause = next((cause for cause in found.problems if cause in _OTHER_WEIGHTS), None)
     if cause is None or not examined.is_thorough:

@@ -58,7 +58,7 @@ class Comparison(NamedTuple):
 
 
 def try_variants(examined: Examination) -> Iterator[Finding]:
-    """Whether the drafter was trained with another configuration than it has. Small differences are normal:
+    """Check whether the drafter was trained with another configuration than it has. Small differences are normal:
     neighbouring layers are nearly the same."""
     drafter = cast(HyperDFlashDrafter, examined.drafter)
     if not examined.is_thorough or drafter.config.model_type != HyperDFlashConfig.model_type:

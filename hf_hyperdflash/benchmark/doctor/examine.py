@@ -135,7 +135,7 @@ def check_costs(examined: Examination) -> Iterator[Finding]:
 
 
 def judge_tau(examined: Examination) -> Iterator[Finding]:
-    """Whether hardly any draft is accepted, without a cause that is known by now."""
+    """Check whether hardly any draft is accepted, without a cause that is known by now."""
     found, tau = examined.found, cast(float, examined.found.tau)
     if tau >= LEAST_TAU:
         return

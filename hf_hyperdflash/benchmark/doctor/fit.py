@@ -26,7 +26,7 @@ _TOKENS = 8  # of the forwards that are compared
 
 
 def check_pair(examined: Examination) -> Iterator[Finding]:
-    """Whether the drafter can draft for the target at all."""
+    """Check whether the drafter can draft for the target at all."""
     try:
         checked_pair(target_of(examined.target), examined.drafter)
     except ValueError as error:
@@ -34,7 +34,7 @@ def check_pair(examined: Examination) -> Iterator[Finding]:
 
 
 def check_memory(examined: Examination) -> Iterator[Finding]:
-    """What the drafter is, and the memory of both models."""
+    """Say what the drafter is, and what memory both models take."""
     target, drafter = examined.target, cast(SavedDrafter, examined.drafter)
     if not hasattr(drafter, "get_memory_footprint"):
         yield Finding("fact", "drafter", f"{type(drafter).__name__}, which has no weights")
@@ -66,7 +66,7 @@ def _size(count: float) -> str:
 
 
 def check_fingerprint(examined: Examination) -> Iterator[Finding]:
-    """Whether the target's weights are those that the drafter was trained for; if not, why."""
+    """Check whether the target's weights are those that the drafter was trained for; if not, why."""
     target, drafter = examined.target, cast(SavedDrafter, examined.drafter)
     if not hasattr(drafter, "get_memory_footprint"):
         return
@@ -139,7 +139,7 @@ def quantization(target: PreTrainedModel) -> str:
 
 
 def check_weights(examined: Examination) -> Iterator[Finding]:
-    """Whether some of the drafter's weights were never trained."""
+    """Check whether some of the drafter's weights were never trained."""
     drafter = cast(SavedDrafter, examined.drafter)
     if hasattr(drafter, "get_memory_footprint") and (said := untrained(drafter.state_dict())):
         text = f"Of the drafter {'; '.join(said)}. Load a complete checkpoint, or train it."
@@ -147,7 +147,7 @@ def check_weights(examined: Examination) -> Iterator[Finding]:
 
 
 def check_vocabulary(examined: Examination) -> Iterator[Finding]:
-    """Whether the target has all of the tokenizer's tokens."""
+    """Check whether the target has all of the tokenizer's tokens."""
     tokens, vocabulary = len(examined.tokenizer), target_of(examined.target).config.vocab_size
     if tokens > vocabulary:
         yield Finding(
@@ -158,7 +158,7 @@ def check_vocabulary(examined: Examination) -> Iterator[Finding]:
 
 
 def check_mask_token(examined: Examination) -> Iterator[Finding]:
-    """Whether the drafter's mask token occurs in text."""
+    """Check whether the drafter's mask token occurs in text."""
     tokenizer, config = examined.tokenizer, examined.drafter.config
     if not hasattr(config, "mask_token_id"):
         return
@@ -178,7 +178,7 @@ def check_mask_token(examined: Examination) -> Iterator[Finding]:
 
 
 def check_tokenizer(examined: Examination) -> Iterator[Finding]:
-    """Whether the tokenizer ends text as the target does, and has a chat template."""
+    """Check whether the tokenizer ends text as the target does, and has a chat template."""
     target, tokenizer = examined.target, examined.tokenizer
     ends = target.generation_config.eos_token_id if target.generation_config else None
     ends = ends if isinstance(ends, list) else [ends]
@@ -197,7 +197,7 @@ def check_tokenizer(examined: Examination) -> Iterator[Finding]:
 
 
 def check_target_loss(examined: Examination) -> Iterator[Finding]:
-    """Whether the target finds text in the tokenizer's tokens more likely than noise."""
+    """Check whether the target finds text in the tokenizer's tokens more likely than noise."""
     target, losses = examined.target, []
     for prompt in examined.prompts[:LEAST_PROMPTS]:
         ids = prompt.to(target.device)
@@ -231,7 +231,7 @@ def logit_gap(target: PreTrainedModel, text: torch.Tensor) -> tuple[float, float
 
 
 def check_widths(examined: Examination) -> Iterator[Finding]:
-    """Whether the target's logits depend on how many tokens a forward takes."""
+    """Check whether the target's logits depend on how many tokens a forward takes."""
     gap, spread, changed = logit_gap(examined.target, examined.texts[0])
     yield Finding(
         "fact", "forwards of other widths",

@@ -94,6 +94,7 @@ class BlockDrafter(PortableDrafter):
     """
 
     layers: nn.ModuleList
+    max_draft_tokens: int
     reduce: Callable[[torch.Tensor], torch.Tensor]
     begin: Callable[[torch.Tensor], torch.Tensor]
     end: Callable[[torch.Tensor], torch.Tensor]
@@ -173,7 +174,7 @@ class BlockDrafter(PortableDrafter):
             if blind is None:
                 logits = self.logits(target, corrected)
             elif not candidates:
-                logits = blind[:, k] + nn.functional.linear(vectors, head.table).to(blind)
+                logits = blind[:, k] + nn.functional.linear(vectors, cast(Any, head.table)).to(blind)
             else:  # the head chooses among the block's best tokens
                 alone = blind[:, k].float()
                 ids = alone.topk(candidates, dim=-1).indices

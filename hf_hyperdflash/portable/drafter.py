@@ -45,7 +45,8 @@ class PortableDrafter(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Load the drafter as any model. transformers would fill in missing tensors at random: they are refused."""
-        drafter, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        drafter, info = loaded
         wrong = {what: sorted(map(str, info[f"{what}_keys"]))[:4] for what in ("missing", "unexpected", "mismatched")}
         if any(wrong.values()):
             raise ValueError(

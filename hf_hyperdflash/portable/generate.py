@@ -1,7 +1,5 @@
-"""`target.generate(..., custom_generate="org/drafter", trust_remote_code=True)`: draft with a repository's drafter.
-
-Every saved drafter has a copy of this file as `custom_generate/generate.py`, where transformers looks for it.
-"""
+"""`target.generate(..., custom_generate="org/drafter", trust_remote_code=True)`: draft with a repository's drafter. It
+has a copy of this file as `custom_generate/generate.py`."""
 
 from __future__ import annotations
 

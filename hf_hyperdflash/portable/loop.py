@@ -35,17 +35,11 @@ OTHER_WAYS = (
 
 @dataclass
 class Stats:
-    """What a generation did.
+    """What a generation did."""
 
-    Attributes:
-        rounds: Forwards of the target that verified drafts.
-        tokens: New tokens.
-        accepted: Accepted drafts of each round.
-    """
-
-    rounds: int = 0
-    tokens: int = 0
-    accepted: list[int] = field(default_factory=list)
+    rounds: int = 0  # forwards of the target that verified drafts
+    tokens: int = 0  # new ones
+    accepted: list[int] = field(default_factory=list)  # drafts of each round
 
     @property
     def tau(self) -> float:
@@ -119,10 +113,8 @@ def speculative_decoding(
 
     def forward(ids: torch.Tensor, start: int, stop: int, is_round: bool = True) -> Any:
         """Run the tokens from `start` to `stop` of `ids`, which may have drafts behind the text."""
-        kwargs = dict(model_kwargs)
-        if "logits_to_keep" in kwargs:  # which only some models know
-            kwargs["logits_to_keep"] = stop - start if is_round else 1
-        return target.forward(ids[:, :stop], stop - start, text.positions(start, stop), cache, is_round, **kwargs)
+        at, mask = text.positions(start, stop), {} if text.mask is None else {"attention_mask": text.mask_until(stop)}
+        return target.forward(ids[:, :stop], stop - start, at, cache, is_round, **model_kwargs, **mask)
 
     def extend_context(read: dict[int, torch.Tensor], start: int, stop: int) -> None:
         """Give the drafter the tokens from `start` to `stop`, whose layers were read, and what follows each."""
@@ -231,10 +223,8 @@ class Text:
 
     def __init__(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:
         self.ids, self.padding = ids, 0 if mask is None else int((mask[0] != 0).long().argmax())
-        if mask is not None and not bool(mask[0, self.padding :].all()):
-            raise ValueError(
-                f"`attention_mask` hides tokens inside the text, expected padding on the left: {INSTALL}."
-            )
+        is_whole = mask is None or bool(mask[0, self.padding :].all())
+        self.mask = None if is_whole else cast(torch.Tensor, mask)[:, self.padding :]  # of a text with gaps
         known = torch.arange(self.end, device=ids.device)[None] if positions is None else positions[..., -self.end :]
         before = torch.arange(known.shape[-1] - self.end, 0, device=known.device)
         self._positions = torch.cat([known[..., :1] + before, known], dim=-1)
@@ -259,6 +249,10 @@ class Text:
             self._positions = torch.cat([self._positions, self._positions[..., -1:] + behind], dim=-1)
         return self._positions[..., start:stop]
 
+    def mask_until(self, stop: int) -> torch.Tensor:
+        mask = cast(torch.Tensor, self.mask)
+        return torch.nn.functional.pad(mask, (0, max(stop - mask.shape[1], 0)), value=1)[:, :stop]
+
     def text_positions(self, start: int, stop: int) -> torch.Tensor:
         """Return [`positions`] as `[1, stop - start]`: text has the same on every axis."""
         positions = self.positions(start, stop)
@@ -268,18 +262,14 @@ class Text:
 def check_request(ids: torch.Tensor, config: GenerationConfig, cache: Any, model_kwargs: dict[str, Any]) -> None:
     """Raise a `ValueError` of one line if this loop cannot do what is asked."""
     if ids.shape[0] > 1:
-        raise ValueError(
-            f"{ids.shape[0]} texts were asked for, and the code in this drafter's folder writes one: {INSTALL}."
-        )
+        raise ValueError(f"{ids.shape[0]} texts were asked for, and the code in this folder writes one: {INSTALL}.")
     if cache is None:
         raise ValueError("`use_cache` is False, expected True: drafts are verified with a cache.")
     if type(cache) is not DynamicCache:
         raise ValueError(f"The cache is a {type(cache).__name__}, expected a DynamicCache: for others {INSTALL}.")
     if ids.shape[1] <= cache.get_seq_length():
-        raise ValueError(
-            f"The cache holds {cache.get_seq_length()} tokens and the text has {ids.shape[1]}, expected the whole "
-            "text with at least one new token."
-        )
+        have = f"The cache holds {cache.get_seq_length()} tokens and the text has {ids.shape[1]}"
+        raise ValueError(f"{have}, expected the whole text with at least one new token.")
     for name in ("inputs_embeds", "pixel_values", "input_features"):
         if model_kwargs.get(name) is not None:
             raise ValueError(f"`{name}` was passed, expected text alone, as `input_ids`: leave the drafter out.")
@@ -293,7 +283,8 @@ class BoundGenerate:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.plain, self.target = model, model.generate, Target(model)
+        self.model, self.target = model, Target(model)
+        self.plain: Any = model.generate
         # What a model has that brings its own.
         self.before = {name: value for name, value in vars(model).items() if name == "generate"}
         self.drafters: WeakSet[Any] = WeakSet()
@@ -309,31 +300,26 @@ class BoundGenerate:
             return next((value for value in values if value is not None), None)
 
         ways = [name for name in OTHER_WAYS if setting(name)] + ["num_beams"] * ((setting("num_beams") or 1) > 1)
-        drafter = kwargs.get("assistant_model", None if ways else self.default)
-        if not hasattr(drafter, "draft") or "custom_generate" in kwargs:
+        drafter: Any = kwargs.get("assistant_model", None if ways else self.default)
+        if not hasattr(drafter, "draft") or kwargs.get("custom_generate") is not None:
             return self.plain(**kwargs)
         if ways:
-            raise ValueError(
-                f"`{ways[0]}` is {setting(ways[0])!r} beside a drafter: leave it or `assistant_model` out."
-            )
+            raise ValueError(f"`{ways[0]}` is {setting(ways[0])!r} beside a drafter: leave one of the two out.")
         for name, what in WITHOUT_THE_PACKAGE.items():
             if setting(name):
                 raise ValueError(f"`{name}` is {setting(name)!r}: for {what} with a drafter {INSTALL}.")
         kind = setting("cache_implementation")
         if kind not in (None, "dynamic", "offloaded"):
             raise ValueError(f"`cache_implementation` is {kind!r}: for other caches than dynamic ones {INSTALL}.")
-        count = drafter.checked_count(
-            kwargs.pop("num_assistant_tokens", None), getattr(given, "num_assistant_tokens", None)
-        )
+        asked = kwargs.pop("num_assistant_tokens", None), getattr(given, "num_assistant_tokens", None)
+        count = drafter.checked_count(*asked)
         own = {"drafter": drafter, "target": self.target, "num_drafts": count, "text_streamer": kwargs.get("streamer")}
         kwargs = {name: value for name, value in kwargs.items() if name not in ("assistant_model", "tree_budget")}
         # transformers gives a custom function no tokenizer, so that stop strings become a criterion here.
         stops, tokenizer = setting("stop_strings"), kwargs.pop("tokenizer", None)
         if stops is not None:
             if tokenizer is None:
-                raise ValueError(
-                    "`stop_strings` were passed without `tokenizer`, expected the target's tokenizer, too."
-                )
+                raise ValueError("`stop_strings` need `tokenizer`, expected the target's tokenizer beside them.")
             criterion = StopStringCriteria(stop_strings=stops, tokenizer=tokenizer)
             kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), criterion])
             if kwargs.pop("stop_strings", None) is None:

@@ -150,6 +150,8 @@ class Target:
         inputs = prepare(ids, next_sequence_length=count, is_first_iteration=count == ids.shape[1], **known)
         given = {name: value for name, value in inputs.items() if name not in CACHE_NAMES}
         given[cache_name(self.model.forward) or CACHE_NAME] = cache
+        if "logits_to_keep" in given:  # which only some models know, and some know better
+            given["logits_to_keep"] = count if is_round else 1
         self._rounds[get_ident()] = {} if is_round else None
         try:
             return self.model(**given, return_dict=True)

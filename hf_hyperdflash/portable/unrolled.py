@@ -93,6 +93,7 @@ class UnrolledDrafter(PortableDrafter):
     _keep_in_fp32_modules_strict = ["hc_gate"]
     moves_positions = True
     layers: nn.ModuleList
+    draft_ids: torch.Tensor
     begin: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def __init__(self, config: Any) -> None:

@@ -24,10 +24,12 @@ class Refusing:
 
 def load(folder: Path) -> tuple[Any, Any]:
     sys.meta_path.insert(0, Refusing())
-    from transformers import AutoModel, AutoModelForCausalLM
+    import transformers
+    from transformers import AutoConfig, AutoModel
 
     torch.set_num_threads(1)
-    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
+    kind = getattr(transformers, AutoConfig.from_pretrained(folder / "target").architectures[0])
+    target = kind.from_pretrained(folder / "target", dtype=torch.float32).eval()
     options = dict(trust_remote_code=True, dtype=torch.float32)
     return target, AutoModel.from_pretrained(folder / "drafter", **options).eval()
 
@@ -117,13 +119,16 @@ def promises(folder: Path) -> dict[str, Any]:
     )
     name = next(name for name in ("cache", "past_key_values") if getattr(first, name, None) is not None)
     longer = torch.cat([first.sequences, prompt(5, min(64, size), seed=1)], dim=1)
-    expected = plain_generate(longer, **greedy)
-    told["another turn"] = torch.equal(written(longer, **{name: cache}, **greedy), expected)
+    whole = dict(attention_mask=torch.ones_like(longer), **greedy)  # else tokens like padding are taken for some
+    told["another turn"] = torch.equal(written(longer, **{name: cache}, **whole), plain_generate(longer, **whole))
     told["chunks"] = torch.equal(written(ids, prefill_chunk_size=4, **greedy), plain)
 
     padded = torch.cat([torch.zeros_like(ids[:, :3]), ids], dim=1)
     mask = (torch.arange(padded.shape[1]) >= 3).long()[None]
     told["padding"] = torch.equal(written(padded, attention_mask=mask, **greedy)[:, 3:], plain)
+
+    gap = dict(attention_mask=(torch.arange(13) != 5).long()[None], **greedy)
+    told["a gap"] = torch.equal(written(ids, **gap), plain_generate(ids, **gap))
 
     streamers, processors, criteria = (
         [kind() for _ in range(2)] for kind in (Streamer, NotTheLast, lambda: Until(29))
@@ -166,6 +171,8 @@ def promises(folder: Path) -> dict[str, Any]:
     if not hasattr(target.config, "compress_rates"):  # of which transformers has no static cache
         static = StaticCache(config=target.config.get_text_config(), max_cache_len=64)
         calls["a static cache"] = lambda: written(ids, **{name: static}, **greedy)
+    if drafter.max_draft_tokens:
+        calls["(too many)"] = lambda: written(ids, num_assistant_tokens=10**6, **greedy)
     for what, call in {
         **calls,
         "trees": lambda: written(ids, tree_budget=8, **greedy),
@@ -176,10 +183,8 @@ def promises(folder: Path) -> dict[str, Any]:
         "static": lambda: written(ids, cache_implementation="static", **greedy),
         "learning": lambda: drafter.adapt(target),
         "hidden states": lambda: written(ids, output_hidden_states=True, return_dict_in_generate=True, **greedy),
-        "holes": lambda: written(ids, attention_mask=(torch.arange(13) != 5).long()[None], **greedy),
         # These the package does not do either.
         "(beams)": lambda: written(ids, num_beams=2, **greedy),
-        "(too many)": lambda: written(ids, num_assistant_tokens=10**6, **greedy),
         "(none)": lambda: written(ids, num_assistant_tokens=0, **greedy),
         "(no cache)": lambda: written(ids, use_cache=False, **greedy),
     }.items():
@@ -206,7 +211,7 @@ def stopped(folder: Path) -> dict[str, Any]:
     from transformers import AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    ids, greedy = prompt(9, 45), dict(do_sample=False, max_new_tokens=24)
+    ids, greedy = prompt(9, 64), dict(do_sample=False, max_new_tokens=24)
     text = tokenizer.decode(target.generate(ids, **greedy)[0, 15:17])
     asked = [
         dict(stop_strings=text, **greedy),

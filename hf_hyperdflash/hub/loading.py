@@ -42,6 +42,7 @@ from ..drafters.weights import (
 )
 from ..targets.deepseek_v4 import check_computes
 from ..targets.registry import target_of
+from .foreign import load_foreign
 from .found import Found, check_drafter, check_weights, find, own_kind, read_fields, readable, unsupported_kind
 from .gguf import (
     check_gguf,
@@ -226,15 +227,24 @@ def load_drafter(
     if isinstance(name_or_path, Found):
         found = name_or_path
     else:
-        name_or_path, hub_kwargs = resolve_subfolder(name_or_path, hub_kwargs)
-        found = check_drafter(name_or_path, **hub_kwargs)
+        name, hub_kwargs = resolve_subfolder(name_or_path, hub_kwargs)
+        found = check_drafter(name, **hub_kwargs)
     if target is not None:
         head = cast(torch.Tensor, target.get_output_embeddings().weight)
         dtype, device = dtype or target.dtype, device or (None if head.is_meta else head.device)
-    drafter = found.load(target, dtype or "auto", device)
+    drafter: Any
+    with readable(found.name):
+        if found.layout:
+            drafter = load_foreign(found, target, dtype)
+        elif found.is_targets_own:
+            drafter = found.kind.drafter.from_target(found.name, dtype=dtype, device=device, **found.hub_kwargs)
+        else:
+            drafter = found.kind.drafter.from_pretrained(
+                found.name, dtype=dtype or "auto", device_map={"": device or "cpu"}, **found.hub_kwargs
+            )
     if target is not None:
         checked_pair(target_of(target), drafter)
-    return cast(SavedDrafter, cast(Any, drafter).to(device or "cpu"))
+    return cast(SavedDrafter, drafter.to(device or "cpu"))
 
 
 def load_own_drafter(

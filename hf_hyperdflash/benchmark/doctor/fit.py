@@ -15,6 +15,7 @@ from ...drafters.base import Drafter
 from ...drafters.saved import SavedDrafter
 from ...drafters.weights import untrained
 from ...hub.cards import TRAINING_RECORD
+from ...hub.found import about_unknown
 from ...hub.kinds import describe
 from ...targets.caches.name import CACHE, cache_of
 from ...targets.registry import target_of
@@ -29,6 +30,8 @@ def check_fit(found: Diagnosis, target: PreTrainedModel, drafter: Drafter, token
     if hasattr(drafter, "get_memory_footprint"):
         _report_memory(found, target, cast(SavedDrafter, drafter))
         _compare_fingerprints(found, target, cast(SavedDrafter, drafter))
+        if unknown := getattr(drafter, "unknown_fields", None):
+            found.remarks.append(f"Of the drafter {about_unknown(unknown)}")
         if said := untrained(cast(SavedDrafter, drafter).state_dict()):
             found.problems["untrained weights"] = (
                 f"Of the drafter {'; '.join(said)}. Load a complete checkpoint, or train it."

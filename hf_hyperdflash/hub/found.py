@@ -64,11 +64,7 @@ class Found:
 
     @cached_property
     def config(self) -> PreTrainedConfig | None:
-        """Its configuration; `None` for the one in a target's checkpoint.
-
-        Raises:
-            ValueError: If it has parts that cannot be reproduced here, naming them.
-        """
+        """Its configuration; `None` for the one in a target's checkpoint."""
         if self.is_targets_own:
             return None
         with readable(self.name):

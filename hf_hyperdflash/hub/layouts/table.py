@@ -167,11 +167,7 @@ class Layout:
     served: Callable[[Any, Any], str] = lambda config, folder: ""
 
     def read(self, fields: Fields, name: str) -> DrafterConfig:
-        """Return the configuration of a drafter, from its config.json.
-
-        Raises:
-            ValueError: If it would draft something else here.
-        """
+        """Return the configuration of a drafter, from its config.json."""
         values = {key: value for key, value in self.defaults(fields).items() if key not in fields}
         for place, known in self._places(fields, name):
             values |= {key: value for key, value in place.items() if key in known and value is not None}
@@ -221,7 +217,7 @@ class Layout:
         found: Fields = {}
         for place, known in () if self.is_sized_by_tensors else self._places(fields, name):
             for key, value in place.items():
-                usual = {**_CHANGES_DRAFTS, **self.changes_drafts}.get(key)
+                usual = self.changes_drafts.get(key, _CHANGES_DRAFTS.get(key) if value else None)
                 is_known = key in known or key in _HARMLESS or key in self.ignores
                 if is_known or value is None or (usual is not None and value in usual):
                     continue
@@ -240,11 +236,7 @@ class Layout:
 
 
 def section(fields: Fields, key: str, name: str) -> Fields:
-    """Return a section of a config.json.
-
-    Raises:
-        ValueError: If it is no dictionary.
-    """
+    """Return a section of a config.json."""
     if not isinstance(fields.get(key), dict):
         raise ValueError(f"`{key}` in the config.json of {name} is {fields.get(key)!r}, expected a dictionary.")
     return cast(Fields, fields[key])

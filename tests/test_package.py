@@ -1,6 +1,5 @@
 """What holds for the package as a whole: import direction, no side effects, public names."""
 
-import ast
 import shutil
 import subprocess
 import sys

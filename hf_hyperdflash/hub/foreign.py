@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
+import logging
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -19,22 +19,20 @@ from ..drafters.weights import (
     check_draft_ids,
     check_finite,
     check_names,
-    named_dtype,
     warn_of_float16,
     warn_of_untrained,
     weight_files,
 )
+from .found import Found, about_unknown, check_not_quantized
 from .kinds import KINDS
 from .layouts.table import Layout
 
-if TYPE_CHECKING:
-    from .found import Found
+logger = logging.getLogger(__name__)
 
 _ROWS_COMPARED, _SAME_WAY = 256, 0.9  # of a copy and a fine-tuned target, and the mean cosine of their angles
-_QUANTIZED = ("quantization_config", "compression_config", "quantization")  # in config.json; the last is MLX's
 
 
-def load_foreign(found: Found, target: PreTrainedModel | None, dtype: torch.dtype | str) -> SavedDrafter:
+def load_foreign(found: Found, target: PreTrainedModel | None, dtype: torch.dtype | None) -> SavedDrafter:
     """Load a drafter of another program that was looked at.
 
     A truncated vocabulary (`t2d` and `d2t`) keeps its own LM head, as EAGLE-3 and SpecBlock always do; otherwise
@@ -42,7 +40,9 @@ def load_foreign(found: Found, target: PreTrainedModel | None, dtype: torch.dtyp
     that is no copy of the target's, or cannot be compared with it, is kept.
     """
     layout, name = cast(Layout, found.layout), str(found.name)
-    config = copy.deepcopy(cast(DrafterConfig, found.config))
+    if found.unknown_fields:
+        logger.warning("%s: %s", name, about_unknown(found.unknown_fields))
+    config: Any = copy.deepcopy(found.config)
     folder = Path(name)
     if not folder.is_dir():
         folder = _downloaded(name, **found.hub_kwargs)
@@ -78,10 +78,10 @@ def load_foreign(found: Found, target: PreTrainedModel | None, dtype: torch.dtyp
     )
     drafter.load_state_dict(tensors)
     drafter.config._name_or_path = name
+    drafter.unknown_fields = found.unknown_fields  # for the doctor
     kept = tensors.get("norm.weight", next(iter(tensors.values()))).dtype
-    chosen = named_dtype(dtype)
-    warn_of_float16(name, kept, chosen)
-    return cast(SavedDrafter, drafter.to(chosen or kept).eval())
+    warn_of_float16(name, kept, dtype)
+    return cast(SavedDrafter, drafter.to(dtype or kept).eval())
 
 
 def _tensors(folder: Path, files: tuple[str, ...], name: str) -> dict[str, torch.Tensor]:
@@ -117,29 +117,6 @@ def _downloaded(name: str, subfolder: str = "", **hub_kwargs: Any) -> Path:
     wanted = [f"{inside}{file}" for file in ("*.json", "*.safetensors", *files)]
     return Path(
         snapshot_download(name, allow_patterns=wanted, ignore_patterns=[f"{inside}*/*"], **hub_kwargs), subfolder
-    )
-
-
-def check_not_quantized(fields: dict[str, Any], name: str, folder: str | Path) -> None:
-    """Raise a `ValueError` that names what quantized another program's drafter, if something did: its config.json or,
-    of ModelOpt, a file beside that in `folder` says so."""
-    layers = fields.get("transformer_layer_config")
-    sections = [fields, layers] if isinstance(layers, dict) else [fields]
-    given = [part[field] for part in sections for field in _QUANTIZED if part.get(field)]
-    of_modelopt = Path(folder, "hf_quant_config.json")
-    if of_modelopt.is_file():
-        given.append(
-            {"quant_method": "modelopt", **json.loads(of_modelopt.read_text("utf-8")).get("quantization", {})}
-        )
-    if not given:
-        return
-    said = given[0] if isinstance(given[0], dict) else {}
-    is_mlx = "quant_method" not in said and "group_size" in said
-    method = "MLX" if is_mlx else said.get("quant_method", "a program that it does not name")
-    kind = said.get("quant_algo") or said.get("format") or (f"{said['bits']} bits" if "bits" in said else "")
-    raise ValueError(
-        f"{name} is quantized by {method}{f' ({kind})' if kind else ''}, expected a drafter's weights as they were "
-        "trained: take the original that it was made of."
     )
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import DeepseekV4Config, PreTrainedConfig, PreTrainedModel
@@ -20,7 +19,6 @@ from transformers import DeepseekV4Config, PreTrainedConfig, PreTrainedModel
 from ..drafters.deepseek_v4.drafter import own_checkpoint
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import HubOptions, check_source, tensor_names, weight_files
-from .foreign import check_not_quantized, load_foreign
 from .kinds import KINDS, DrafterKind, kind_in, named
 from .layouts.table import Layout
 
@@ -34,6 +32,9 @@ _NOT_READ = {
     "peagle": "P-EAGLE", "p_eagle": "P-EAGLE", "medusamodel": "Medusa as a whole model or for vLLM", "hydra": "Hydra",
     "mlpspeculator": "MLP speculator", "mlp_speculator": "MLP speculator", "eagle": "EAGLE-1 or EAGLE-2",
 }  # fmt: skip
+
+
+_QUANTIZED = ("quantization_config", "compression_config", "quantization")  # in config.json; the last is MLX's
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,7 @@ class Found:
 
     @cached_property
     def config(self) -> PreTrainedConfig | None:
-        """Its configuration; `None` for the one in a target's checkpoint.
-
-        Raises:
-            ValueError: If it has parts that cannot be reproduced here, naming them.
-        """
+        """Its configuration; `None` for the one in a target's checkpoint."""
         if self.is_targets_own:
             return None
         with readable(self.name):
@@ -84,25 +81,24 @@ class Found:
         """Whether only its weights tell its sizes."""
         return self.is_targets_own or (self.layout is not None and self.layout.is_sized_by_tensors)
 
+    @cached_property
+    def unknown_fields(self) -> dict[str, Any]:
+        """The numbers and texts of another program's config.json of which nothing is known, and which may change what
+        is drafted: `load_drafter` warns of them, and the doctor reports them."""
+        return self.layout.unknown(self.fields, str(self.name)) if self.layout else {}
+
     def unloaded(self) -> SavedDrafter:
         """Return the same drafter with fresh weights."""
         return cast(SavedDrafter, self.kind.drafter(copy.deepcopy(self.config)))
 
-    def load(
-        self, target: PreTrainedModel | None, dtype: torch.dtype | str, device: torch.device | str | None
-    ) -> SavedDrafter:
-        """Load it from where it was found, as [`~hub.loading.load_drafter`] does."""
-        drafter: Any
-        with readable(self.name):
-            if self.layout:
-                drafter = load_foreign(self, target, dtype)
-            elif self.is_targets_own:
-                drafter = self.kind.drafter.from_target(self.name, dtype=dtype, device=device, **self.hub_kwargs)
-            else:
-                drafter = self.kind.drafter.from_pretrained(
-                    self.name, dtype=dtype, device_map={"": device or "cpu"}, **self.hub_kwargs
-                )
-        return cast(SavedDrafter, drafter)
+
+def about_unknown(fields: Mapping[str, Any]) -> str:
+    """Return a sentence about the fields of another program's config.json of which nothing is known."""
+    told = ", ".join(f"`{name}` ({value!r})" for name, value in sorted(fields.items()))
+    return (
+        f"nothing is known here of {told} in its config.json, which may change what is drafted. The text stays the "
+        "target's own; if few drafts are accepted, this may be why."
+    )
 
 
 def find(fields: dict[str, Any]) -> tuple[DrafterKind, Layout | None] | None:
@@ -198,6 +194,29 @@ def _no_drafter(fields: dict[str, Any], name: str | Path) -> str:
     return (
         f"{model}, expected a drafter. `hf-hyperdflash drafters {name}` lists those for it, and what it takes to "
         "make one."
+    )
+
+
+def check_not_quantized(fields: dict[str, Any], name: str, folder: str | Path) -> None:
+    """Raise a `ValueError` that names what quantized another program's drafter, if something did: its config.json or,
+    of ModelOpt, a file beside that in `folder` says so."""
+    layers = fields.get("transformer_layer_config")
+    sections = [fields, layers] if isinstance(layers, dict) else [fields]
+    given = [part[field] for part in sections for field in _QUANTIZED if part.get(field)]
+    of_modelopt = Path(folder, "hf_quant_config.json")
+    if of_modelopt.is_file():
+        given.append(
+            {"quant_method": "modelopt", **json.loads(of_modelopt.read_text("utf-8")).get("quantization", {})}
+        )
+    if not given:
+        return
+    said = given[0] if isinstance(given[0], dict) else {}
+    is_mlx = "quant_method" not in said and "group_size" in said
+    method = "MLX" if is_mlx else said.get("quant_method", "a program that it does not name")
+    kind = said.get("quant_algo") or said.get("format") or (f"{said['bits']} bits" if "bits" in said else "")
+    raise ValueError(
+        f"{name} is quantized by {method}{f' ({kind})' if kind else ''}, expected a drafter's weights as they were "
+        "trained: take the original that it was made of."
     )
 
 

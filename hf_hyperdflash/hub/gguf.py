@@ -50,15 +50,7 @@ _NAMING = threading.Lock()
 
 def name_in_gguf(name: str, options: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the folder or repository of a checkpoint and the options of loading it: of a name that ends in `.gguf`
-    the file becomes the option `gguf_file`.
-
-    Args:
-        name: Folder or Hub id, or the path of a GGUF file: `folder/model.gguf`, `org/name/model.gguf`.
-        options: As of `from_pretrained`.
-
-    Raises:
-        ValueError: If both name a file.
-    """
+    (`folder/model.gguf`, `org/name/model.gguf`) the file becomes the option `gguf_file`."""
     if not isinstance(name, (str, Path)) or Path(name).suffix.lower() != SUFFIX or Path(name).is_dir():
         return name, options
     if options.get("gguf_file") is not None:
@@ -73,12 +65,7 @@ def name_in_gguf(name: str, options: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def check_gguf(name: str, file: str) -> None:
-    """Raise an error if the file cannot be read as a target. Of a repository on the Hub nothing is downloaded for it.
-
-    Raises:
-        ValueError: If the package `gguf` is missing, or the architecture is not one that transformers reads.
-        OSError: If there is no such file, or it is damaged.
-    """
+    """Raise an error if the file cannot be read as a target. Nothing is downloaded from the Hub for it."""
     if not is_gguf_available():
         raise ValueError(
             f"{file} is a GGUF file, and the package that reads it is missing or older than 0.10: "
@@ -116,11 +103,7 @@ def _plain(architecture: str) -> str:
 
 
 def _fields(path: Path) -> Fields:
-    """Return what the file says of itself, the text of its tokens included.
-
-    Raises:
-        OSError: If it is damaged, or no GGUF file.
-    """
+    """Return what the file says of itself, the text of its tokens included."""
     try:
         return read_gguf_metadata(str(path), (_TOKENS,))[0]
     except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
@@ -181,13 +164,8 @@ def settle_target(target: PreTrainedModel, name: str, options: Options) -> None:
 
 
 def read_gguf_tokenizer(name: str, where: Options, options: Options) -> PreTrainedTokenizerBase:
-    """Return a tokenizer by its file, or by the folder that it was kept in when it was read before.
-
-    Args:
-        name: Folder or Hub id.
-        where: Of `options` those that say where the file is.
-        options: As of `from_pretrained`.
-    """
+    """Return a tokenizer by its file, or by the folder that it was kept in when it was read before. `where` has those
+    of `options` that say where the file is."""
     others = {option: value for option, value in options.items() if option not in where}
 
     def read() -> PreTrainedTokenizerBase:

@@ -78,11 +78,7 @@ def _version(path: Path) -> Path:
 
 def _keep(folder: Path, save: Callable[[Path], Any], size: int, is_damaged: bool) -> None:
     """Save a part where nobody sees it, then give it its name, and remove what there is of other versions. Another
-    process that does the same for this file goes first.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    process that does the same for this file goes first."""
     version, place = folder.parent, folder.parents[1]
     version.mkdir(parents=True, exist_ok=True)
     if shutil.disk_usage(version).free < 2 * size:

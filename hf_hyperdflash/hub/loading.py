@@ -29,7 +29,6 @@ from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..decoding.proposals import checked_pair
-from ..drafters.deepseek_v4.drafter import DeepseekV4Drafter
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import (
     HubOptions,
@@ -42,7 +41,8 @@ from ..drafters.weights import (
 )
 from ..targets.deepseek_v4 import check_computes
 from ..targets.registry import target_of
-from .found import Found, check_drafter, check_weights, find, own_kind, read_fields, readable, unsupported_kind
+from .foreign import load_foreign
+from .found import Found, check_drafter, check_weights, find, read_fields, readable, unsupported_kind
 from .gguf import (
     check_gguf,
     dequantized,
@@ -149,10 +149,8 @@ def default_dtype(name: str, is_exact: bool = True) -> str:
     """Return the dtype that commands load a target in where none is asked for: float32 on a CPU, where drafted text is
     then the target's own token for token, and the checkpoint's elsewhere, or bfloat16 where that is in GGUF.
 
-    Args:
-        name: As of [`load_target`].
-        is_exact: Whether the text has to be float32's. If not, a CPU that multiplies bfloat16 in hardware (AMX or
-            AVX512-BF16) keeps a checkpoint of bfloat16, and reads one in GGUF as bfloat16.
+    Where the text need not be float32's, a CPU that multiplies bfloat16 in hardware (AMX or AVX512-BF16) keeps a
+    checkpoint of bfloat16, and reads one in GGUF as bfloat16.
     """
     is_accelerated = torch.cuda.is_available()
     if not is_accelerated and (is_exact or not _multiplies_bfloat16()):
@@ -226,44 +224,28 @@ def load_drafter(
     if isinstance(name_or_path, Found):
         found = name_or_path
     else:
-        name_or_path, hub_kwargs = resolve_subfolder(name_or_path, hub_kwargs)
-        found = check_drafter(name_or_path, **hub_kwargs)
+        name, hub_kwargs = resolve_subfolder(name_or_path, hub_kwargs)
+        found = check_drafter(name, **hub_kwargs)
     if target is not None:
         head = cast(torch.Tensor, target.get_output_embeddings().weight)
         dtype, device = dtype or target.dtype, device or (None if head.is_meta else head.device)
-    drafter = found.load(target, dtype or "auto", device)
+    drafter: Any
+    with readable(found.name):
+        if found.layout:
+            drafter = load_foreign(found, target, dtype)
+        elif found.is_targets_own:
+            drafter = found.kind.drafter.from_target(found.name, dtype=dtype, device=device, **found.hub_kwargs)
+        else:
+            drafter = found.kind.drafter.from_pretrained(
+                found.name, dtype=dtype or "auto", device_map={"": device or "cpu"}, **found.hub_kwargs
+            )
     if target is not None:
         checked_pair(target_of(target), drafter)
-    return cast(SavedDrafter, cast(Any, drafter).to(device or "cpu"))
-
-
-def load_own_drafter(
-    target: PreTrainedModel | str | Path,
-    *,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    **hub_kwargs: Unpack[HubOptions],
-) -> DeepseekV4Drafter:
-    """Load the drafter that a DeepSeek-V4's checkpoint carries: April's MTP block, July's DSpark drafter.
-
-    Args:
-        target: As of [`DeepseekV4Drafter.from_target`], as everything else.
-
-    Raises:
-        ValueError: If it is no DeepSeek-V4, or its checkpoint has no drafter.
-    """
-    kind = own_kind(target, **hub_kwargs)
-    return cast(DeepseekV4Drafter, kind.drafter.from_target(target, dtype=dtype, device=device, **hub_kwargs))
+    return cast(SavedDrafter, drafter.to(device or "cpu"))
 
 
 def check_device(device_map: str, option: str = "--device-map", spread: Collection[str] = _SPREAD) -> None:
-    """Raise a `ValueError` if a model cannot be put there.
-
-    Args:
-        device_map: A device, or one of `spread`.
-        option: What it was given as.
-        spread: The ways to put it on several devices.
-    """
+    """Raise a `ValueError` if a model cannot be put there."""
     if device_map in spread:
         return
     try:
@@ -283,12 +265,7 @@ def check_device(device_map: str, option: str = "--device-map", spread: Collecti
 
 
 def check_target(name: str, **hub_kwargs: Unpack[HubOptions]) -> None:
-    """Raise a `ValueError` or an `OSError` if `name` is not a model to draft for.
-
-    Args:
-        name: As of [`load_target`].
-        **hub_kwargs: For the Hub, and `gguf_file`.
-    """
+    """Raise a `ValueError` or an `OSError` if `name` is not a model to draft for."""
     name, hub_kwargs = name_in_gguf(name, hub_kwargs)
     if hub_kwargs.get("gguf_file") is not None:
         if not Path(name).is_dir():
@@ -335,12 +312,7 @@ def check_made_for(target: str, drafter: str | Found, num_draft_tokens: int | st
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
-    """Return the configuration of the drafter saved in `folder`, of any kind that this package saves.
-
-    Raises:
-        ValueError: If it is none of these, or has a wrong value.
-        OSError: If there is none.
-    """
+    """Return the configuration of the drafter saved in `folder`, of any kind that this package saves."""
     if not Path(folder, "config.json").is_file():
         raise FileNotFoundError(f"The folder {folder} has no config.json, expected that of a drafter.")
     fields = PreTrainedConfig.get_config_dict(folder)[0]

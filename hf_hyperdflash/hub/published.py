@@ -104,25 +104,13 @@ _QUANTIZED = re.compile(r"[.-](i?q\d\w*|b?f16|f32)$")  # the end of a GGUF file'
 
 
 def known_drafters(target: str) -> list[PublishedDrafter]:
-    """Return the drafters of a target that are in the table.
-
-    Args:
-        target: Folder, Hub id or GGUF file: only the last part of the name counts.
-    """
+    """Return the drafters of a target that are in the table, by the last part of its folder, Hub id or GGUF file."""
     return [drafter for drafter in PUBLISHED if _plain(drafter.target) == _plain(target)]
 
 
 def hub_drafters(target: str, api: HfApi) -> list[PublishedDrafter]:
     """Return the drafters of a target that are on the Hub, those of the table among them: what has the target as its
-    `base_model`, and what the table's publishers call by its name. Of each only the config.json is downloaded.
-
-    Args:
-        target: As of [`known_drafters`].
-        api: The Hub's.
-
-    Raises:
-        OSError: If the Hub does not answer.
-    """
+    `base_model`, and what the table's publishers call by its name. Of each only the config.json is downloaded."""
     known = {drafter.name: drafter for drafter in known_drafters(target)}
     questions: list[dict[str, Any]] = [{"author": one, "search": _name(target)} for one in _PUBLISHERS]
     if re.fullmatch(r"[\w.-]+/[\w.-]+", target):
@@ -160,23 +148,22 @@ def _info(api: HfApi, name: str) -> ModelInfo | None:
 
 
 def _described(name: str, info: ModelInfo | None, target: str, known: dict[str, PublishedDrafter]) -> PublishedDrafter:
-    kind, why = _looked_at(name) if info else ("", "the Hub does not show it: it is gone, or not for everybody")
-    count = info.safetensors.total if info and info.safetensors else 0
-    date = f"{info.last_modified:%Y-%m-%d}" if info and info.last_modified else ""
-    kind = known[name].kind if name in known else kind
-    return PublishedDrafter(name, target, kind, _size(count), date, why)
-
-
-def _looked_at(name: str) -> tuple[str, str]:
-    """Return what kind of drafter it is, and why it is not read."""
     from .found import check_drafter
     from .kinds import title
 
-    try:
-        found = check_drafter(name)
-        return (found.kind.name if found.config is None else title(found.config)), ""
-    except (ValueError, OSError) as error:
-        return "", " ".join(str(error).split())
+    kind, why = "", ""
+    if info is None:
+        why = "the Hub does not show it: it is gone, or not for everybody"
+    else:
+        try:
+            found = check_drafter(name)
+            kind = found.kind.name if found.config is None else title(found.config)
+        except (ValueError, OSError) as error:
+            why = " ".join(str(error).split())
+    kind = known[name].kind if name in known else kind
+    count = info.safetensors.total if info and info.safetensors else 0
+    date = f"{info.last_modified:%Y-%m-%d}" if info and info.last_modified else ""
+    return PublishedDrafter(name, target, kind, _size(count), date, why)
 
 
 def _size(count: int) -> str:

@@ -11,12 +11,16 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashDrafter, load_drafter
+from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis
+from hf_hyperdflash.benchmark.doctor.fit import check_fit
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.formats import export_dflash
+from hf_hyperdflash.hub.found import check_drafter
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers import oracle_layouts as oracle
 from ..helpers.families import qwen3
+from ..helpers.tokenizers import characters
 
 SHAPE: dict[str, Any] = {"block_size": 5, "mask_token_id": 1}
 DEEPSPEC = partial(oracle.write_deepspec, layer_ids=[0, 2], **SHAPE)
@@ -212,7 +216,10 @@ def test_copies_of_another_target_are_refused(target, tmp_path):
         (DFLASH2, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.5}},
          "`partial_rotary_factor` 1.5"),
         (DFLASH2, {"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"is \[1, 2\] and `target_layer_ids` \[0, 2\]"),
-        (DFLASH2, {"chunked": 4}, "`chunked` in the config.json of .* nothing is known here of that field"),
+        (DFLASH2, {"chunked": True}, "`chunked` in the config.json of .* True, and nothing is known here"),
+        (DFLASH2, {"chunks": [4]}, r"`chunks` in the config.json of .* \[4\], and nothing is known"),
+        (SPECULATORS, {"chunks": {"size": 4}}, "`chunks` in the config.json of .* 4}, and nothing is known"),
+        (SPECULATORS, {"residual_multiplier": 0.22}, "`residual_multiplier` .* is 0.22, .* expected 1"),
         (partial(DFLASH2, nested=False), {"selector_top_k": 0}, "lacks selector_top_k"),
         (partial(DFLASH2, nested=False), {"selector_rank": None, "conv_kernel_size": None}, "lacks selector_rank"),
         (partial(DFLASH2, nested=False), {"conv_kernel_size": 9}, "`conv_kernel_size` is 9"),
@@ -228,6 +235,27 @@ def test_what_cannot_be_read_is_refused(target, tmp_path, writer, change, messag
     with pytest.raises(ValueError, match=message) as caught:
         load_drafter(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("writer", [DEEPSPEC, SPECULATORS, DFLASH2])
+def test_numbers_and_texts_that_are_unknown_are_warned_of(target, tmp_path, writer, caplog):
+    """Wherever they stand; by loading each time, by a look at it not, and by the doctor."""
+    writer(tmp_path, target)
+    load_drafter(tmp_path)
+    assert "nothing is known" not in caplog.text
+    caplog.clear()
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields |= {"chunked": 4, "switched": False, "listed": [], "some_token_id": 7, "_comment": "what for"}
+    inner = next((name for name in ("dflash_config", "transformer_layer_config") if name in fields), None)
+    (fields if inner is None else fields[inner])["rotated"] = "half"
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found = check_drafter(tmp_path)
+    assert found.unknown_fields == {"chunked": 4, "rotated": "half"} and not caplog.text
+    drafter = load_drafter(found)
+    assert caplog.text.count("`chunked` (4), `rotated` ('half')") == 1
+    diagnosis = Diagnosis()
+    check_fit(diagnosis, target, drafter, characters())
+    assert any("`chunked` (4), `rotated` ('half')" in remark for remark in diagnosis.remarks)
 
 
 @pytest.mark.parametrize(

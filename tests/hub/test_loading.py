@@ -18,7 +18,7 @@ from hf_hyperdflash import (
 )
 from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.hub.found import check_drafter
-from hf_hyperdflash.hub.loading import check_made_for, default_dtype, load_own_drafter
+from hf_hyperdflash.hub.loading import check_made_for, default_dtype
 
 from ..conftest import tiny_config, tiny_drafter, tiny_target
 from ..helpers.deepseek_checkpoints import (
@@ -94,7 +94,7 @@ def test_a_deepseek_v4_has_its_own(tmp_path, kind, shapes, writing):
     for loaded in (
         load_drafter(tmp_path, dtype="float32"),
         load_drafter(str(tmp_path), target=target),
-        load_own_drafter(target),
+        CLASSES[kind].from_target(target),
     ):
         assert type(loaded) is CLASSES[kind] and loaded.dtype == torch.float32 and not loaded.training
         assert all(torch.equal(t, tensors[name]) for name, t in loaded.deepseek_state_dict().items())

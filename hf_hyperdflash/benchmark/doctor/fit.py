@@ -16,6 +16,7 @@ from ...decoding.proposals import checked_pair
 from ...drafters.saved import SavedDrafter
 from ...drafters.weights import untrained
 from ...hub.cards import TRAINING_RECORD
+from ...hub.found import about_unknown
 from ...hub.kinds import describe
 from ...targets.caches.name import CACHE, cache_of
 from ...targets.registry import target_of
@@ -139,8 +140,10 @@ def quantization(target: PreTrainedModel) -> str:
 
 
 def check_weights(examined: Examination) -> Iterator[Finding]:
-    """Check whether some of the drafter's weights were never trained."""
+    """Check whether some of the drafter's weights were never trained, and name fields of its file that are not read."""
     drafter = cast(SavedDrafter, examined.drafter)
+    if unknown := getattr(drafter, "unknown_fields", None):
+        yield Finding("remark", "", f"Of the drafter {about_unknown(unknown)}")
     if hasattr(drafter, "get_memory_footprint") and (said := untrained(drafter.state_dict())):
         text = f"Of the drafter {'; '.join(said)}. Load a complete checkpoint, or train it."
         yield Finding("problem", "untrained weights", text)

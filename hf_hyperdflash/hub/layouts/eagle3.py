@@ -52,7 +52,7 @@ def _check_architecture(given: Given) -> Fields:
 
 
 def _as_llama(given: Given) -> Fields:
-    """What a program computes that a config.json leaves out; of a flat one the tensors count the layers later on."""
+    """Return what programs compute if a config.json lacks it; of a flat one the tensors count the layers later."""
     heads = given("num_attention_heads")
     width = {"head_dim": given("head_dim") or (given("hidden_size") or 0) // (heads or 1)}
     if "speculators_model_type" in given.top or _is_deepspec(given.top):
@@ -165,7 +165,7 @@ FLAT = Layout(
     ignores=("ttt_length", "draft_num_hidden_layers", *_HUNYUAN_FIELDS),
     changes_drafts={
         "norm_output": (True,), "norm_before_fc": (False,), "is_causal": (True,), "causal": (True,),
-        "logit_scale": (1,), "norm_type": ("rms",), "use_rotary_pos_emb": (True,), "use_aux_hidden_state": (True,),
+          "use_rotary_pos_emb": (True,), "use_aux_hidden_state": (True,),
         "use_last_layernorm": (True,), "use_mtp_layernorm": (False,), "use_input_layernorm_in_first_layer": (True,),
         "next_layer_regular": (True,), "parallel_draft_step": (0, 1),
     },

@@ -191,8 +191,8 @@ TARGET_DEPTH = Entry(("num_target_layers",), _read_depth, _write_depth)
 
 
 def _read_streams(given: Given) -> Fields:
-    """The input is the mean over the target's streams, as engines give it to a drafter, whatever their number; or all
-    of them side by side, if the drafter's layers have their number (speculators' drafters for DeepSeek-V4)."""
+    # The input is the mean over the target's streams, as engines give it to a drafter, whatever their number; or all
+    # of them side by side, if the drafter's layers have their number (speculators' drafters for DeepSeek-V4).
     width, own = given("target_hidden_size"), given.layers["hidden_size"]
     streams = given.layers.get("hc_mult") or 1
     is_dense = streams != 1 and width != own

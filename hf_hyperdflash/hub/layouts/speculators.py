@@ -111,8 +111,8 @@ def served(config: HyperDFlashConfig, folder: Path) -> str:
     return f"{command}\n{window}"
 
 
-def rename_speculators(name: str) -> str | None:
-    """The target's `hc_head_...` are of its loss."""
+def _rename(name: str) -> str | None:
+    # The target's, of its loss.
     return None if name in ("hc_head_fn", "hc_head_base", "hc_head_scale") else rename(name)
 
 
@@ -144,6 +144,6 @@ LAYOUT = Layout(
     ),
     layers_in=LAYERS,
     defaults=lambda fields: _DEFAULTS.get(str(fields[_ALGORITHM]), {}),
-    rename=rename_speculators,
+    rename=_rename,
     served=served,
 )

@@ -35,6 +35,18 @@ _HARMLESS = {
     "routed_scaling_factor", "scoring_func", "shared_expert_intermediate_size", "topk_group", "topk_method",
     "v_head_dim",
 }  # fmt: skip
+# Fields of any layout that change it, with the values that do not.
+_CHANGES_DRAFTS: dict[str, tuple[Any, ...]] = {
+    # Tokens at positions without a known one.
+    "mask_token_id": (None,), "noise_token_id": (None,), "ptd_token_id": (None,),
+    # Scales and caps: Granite's, Cohere's, MiniCPM's, Gemma's and others'.
+    "attention_multiplier": (None,), "attention_value_scale": (1,), "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,), "dim_model_base": (None,), "embedding_multiplier": (1,), "input_embedding_scale": (1,),
+    "logit_scale": (1,), "logits_scaling": (1,), "output_multiplier": (1,), "query_pre_attn_scalar": (None,),
+    "residual_multiplier": (1,), "rotary_pct": (1,), "scale_depth": (None,), "scale_emb": (1,),
+    # Functions.
+    "attention_mode": ("gqa", "mha"), "norm_type": ("rms",),
+}  # fmt: skip
 
 
 class Given:
@@ -155,14 +167,9 @@ class Layout:
     served: Callable[[Any, Any], str] = lambda config, folder: ""
 
     def read(self, fields: Fields, name: str) -> DrafterConfig:
-        """Return the configuration of a drafter, from its config.json.
-
-        Raises:
-            ValueError: If it would draft something else here.
-        """
-        places = list(self._places(fields, name))
+        """Return the configuration of a drafter, from its config.json."""
         values = {key: value for key, value in self.defaults(fields).items() if key not in fields}
-        for place, known in places:
+        for place, known in self._places(fields, name):
             values |= {key: value for key, value in place.items() if key in known and value is not None}
         inner = {key: value for section in self.sections for key, value in (fields.get(section) or {}).items()}
         layers = fields[self.layers_in] if self.layers_in else fields
@@ -170,7 +177,7 @@ class Layout:
         ours: Fields = {}
         for entry in self.table:
             ours |= entry.read(given)
-        self._check_known(places, name)
+        self.unknown(fields, name)
         try:
             return cast(DrafterConfig, self.config(**ours))
         except ValueError as error:
@@ -201,38 +208,35 @@ class Layout:
                 yield section(fields, inner, name), others if known is None else known
         yield {key.removeprefix(self.prefix): fields[key] for key in fields.keys() & prefixed}, others
 
-    def _check_known(self, places: list[tuple[Fields, Collection[str]]], name: str) -> None:
-        """Refuse fields that change what is drafted, or may."""
-        if self.is_sized_by_tensors:
-            return
-        for place, known in places:
+    def unknown(self, fields: Fields, name: str) -> Fields:
+        """Return the numbers and texts of a config.json of which nothing is known: they may change what is drafted.
+
+        What is certain to change it is refused: a known field with such a value, and an unknown one that switches
+        something on, or lists or describes something. Tensors of other names or shapes are refused when they are read.
+        """
+        found: Fields = {}
+        for place, known in () if self.is_sized_by_tensors else self._places(fields, name):
             for key, value in place.items():
-                if value is None or key in known or key in _HARMLESS or key in self.ignores:
+                usual = self.changes_drafts.get(key, _CHANGES_DRAFTS.get(key) if value else None)
+                is_known = key in known or key in _HARMLESS or key in self.ignores
+                if is_known or value is None or (usual is not None and value in usual):
                     continue
-                if key in self.changes_drafts:
-                    if value not in self.changes_drafts[key]:
-                        expected = ", ".join(map(repr, self.changes_drafts[key]))
-                        raise ValueError(
-                            f"`{key}` of {name} is {value!r}, which is not supported: expected {expected}."
-                        )
-                elif value and not key.startswith("_") and (not key.endswith("_token_id") or _is_embedded(key)):
+                if usual is not None:
+                    expected = ", ".join(map(repr, usual))
+                    raise ValueError(f"`{key}` of {name} is {value!r}, which is not supported: expected {expected}.")
+                if not value or key.startswith("_") or key.endswith("_token_id"):
+                    continue
+                if value is True or isinstance(value, (list, dict)):
                     raise ValueError(
-                        f"`{key}` in the config.json of {name} is {value!r}, and nothing is known here of that "
-                        "field: it may change what is drafted. Take it out if it does not."
+                        f"`{key}` in the config.json of {name} is {value!r}, and nothing is known here of that field: "
+                        "it may change what is drafted. Take it out if it does not."
                     )
-
-
-def _is_embedded(key: str) -> bool:
-    """Return whether a special token is one that drafters embed at positions without a known token."""
-    return any(word in key for word in ("mask", "noise", "ptd"))
+                found[key] = value
+        return found
 
 
 def section(fields: Fields, key: str, name: str) -> Fields:
-    """Return a section of a config.json.
-
-    Raises:
-        ValueError: If it is no dictionary.
-    """
+    """Return a section of a config.json."""
     if not isinstance(fields.get(key), dict):
         raise ValueError(f"`{key}` in the config.json of {name} is {fields.get(key)!r}, expected a dictionary.")
     return cast(Fields, fields[key])

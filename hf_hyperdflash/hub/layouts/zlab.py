@@ -37,10 +37,8 @@ IGNORES = (
     "architectures", "mask_token", "has_embed_tokens", "has_lm_head", "sliding_window", "projector_type"
 )  # fmt: skip
 CHANGES_DRAFTS: dict[str, tuple[Any, ...]] = {
-    "input_embedding_scale": (1,), "output_multiplier": (1,), "logit_scale": (1,),
     "shift_label": (False,), "attention_sink_bias": (False,), "add_swa_attention_sink_bias": (False,),
-    "attention_value_scale": (1,), "is_neox_style": (True,), "rope_is_neox_style": (True,),
-    "use_aux_hidden_state": (True,), "attention_mode": ("gqa", "mha"),
+    "is_neox_style": (True,), "rope_is_neox_style": (True,), "use_aux_hidden_state": (True,),
 }  # fmt: skip
 
 

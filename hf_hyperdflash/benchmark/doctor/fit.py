@@ -140,7 +140,7 @@ def quantization(target: PreTrainedModel) -> str:
 
 
 def check_weights(examined: Examination) -> Iterator[Finding]:
-    """Check whether some of the drafter's weights were never trained, and name fields of its file that are not read."""
+    """Check whether weights of the drafter were never trained; name fields of its file that are not read."""
     drafter = cast(SavedDrafter, examined.drafter)
     if unknown := getattr(drafter, "unknown_fields", None):
         yield Finding("remark", "", f"Of the drafter {about_unknown(unknown)}")

@@ -347,7 +347,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if script.eval_prompts:
         prompts = encode_prompts(tokenizer, held_out, at_most=script.eval_prompts)
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
-    rows: Any = trainer.train_dataset  # without those that were skipped
+    rows = cast(Any, trainer.train_dataset)  # without those that were skipped
     amount, count = (
         f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream",
         len(cast(Any, trainer.eval_dataset)),

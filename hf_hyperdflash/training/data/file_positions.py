@@ -40,7 +40,7 @@ def locating_errors(row: Mapping[str, Any], number: int) -> Iterator[None]:
         raise ValueError(f"{row.get(POSITION_COLUMN) or f'Row {number} (the first is 0)'}: {error}") from error
 
 
-def read_rows(path: str) -> Iterator[dict[str, Any]]:
+def read_rows(path: str) -> Iterator[dict[str, object]]:
     """Yield the rows of a JSON or JSON Lines file as they are, or raise a `ValueError` with the line that is damaged.
 
     `datasets` takes a text for what it means in a column of several types: an answer "42" for a number. And it does

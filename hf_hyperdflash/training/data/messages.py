@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from .file_positions import POSITION_COLUMN
 
@@ -125,7 +125,7 @@ def _exchange(
     reasoning = next((given[name] for name in REASONING if name in given and not _is_switch(given[name])), None)
     if reasoning is not None:
         answers[:1] = [_normalized({"thinking": reasoning, **answers[0]})]
-    history: Any = given.get("history", [])  # messages, or pairs of a question and its answer
+    history = cast(Any, given.get("history", []))  # messages, or pairs of a question and its answer
     if not isinstance(history, list) or not all(isinstance(part, dict) for part in history):
         if not (isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)):
             raise ValueError(f"`history` is {str(history)[:60]!r}, expected pairs of a question and its answer.")

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, TrainOutput
 from transformers.utils.hub import PushInProgress
 
 from ..decoding.stats import SpeculationStats
@@ -346,7 +346,8 @@ class HyperDFlashTrainer(Trainer):
 
         Raises:
             ValueError: If there is no checkpoint to resume from, it lacks a part, it belongs to a run with other data,
-                another target, drafter or recipe, or no evaluation gives `metric_for_best_model`.
+                another target, drafter or recipe, no evaluation gives `metric_for_best_model`, or the disk has no
+                space for one checkpoint.
         """
         config, own = self.drafter_config, self.objective.target.config
         config.target_fingerprint = self._target_fingerprint
@@ -366,6 +367,7 @@ class HyperDFlashTrainer(Trainer):
         elif (found := describe_earlier_run(Path(str(self.args.output_dir)))) and self.is_world_process_zero():
             logger.warning("%s has %s, which this run overwrites.", self.args.output_dir, found)
         self._check_metric()
+        self._check_disk_space()
         result = super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
         best_step = self.state.best_global_step if self.args.load_best_model_at_end else None
         self.measured = self._evaluated.get(best_step or self.state.global_step, {})
@@ -379,6 +381,22 @@ class HyperDFlashTrainer(Trainer):
         is_ours = is_ours and type(self).evaluate is HyperDFlashTrainer.evaluate
         if self.args.eval_strategy != "no" and is_ours and not others:
             check_metric(self.args.metric_for_best_model, generates)
+
+    def _check_disk_space(self) -> None:
+        """Refuse a disk without space for one checkpoint, or for the drafter if no checkpoints are written."""
+        model = cast(nn.Module, self.model)
+        is_saved_whole = isinstance(model, SavedDrafter)  # of an adapter only the trained weights
+        sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
+        saves_moments = self.args.optim in ("adamw_torch", "adamw_torch_fused") and not self.args.save_only_model
+        moments = 2 if saves_moments and self.args.save_strategy != SaveStrategy.NO else 0
+        needed = sum(size * ((is_saved_whole or trained) + moments * trained) for size, trained in sizes)
+        folder = self.args.output_dir
+        if self.args.should_save and (free := shutil.disk_usage(str(folder)).free) < needed:
+            raise ValueError(
+                f"`output_dir` is {folder!r}, where {free / 2**20:,.0f} MiB are free, expected at least "
+                f"{needed / 2**20:,.0f} MiB for {'a checkpoint' if moments else 'the drafter'}: make room there, or "
+                "choose another folder."
+            )
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

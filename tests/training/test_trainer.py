@@ -922,3 +922,20 @@ def test_a_target_spread_with_device_map_stays_where_it_is(tmp_path, target):
         runs.append(losses(trainer))
     assert runs[0] == pytest.approx(runs[1], rel=1e-5)
     assert any(p.device.type == "meta" for p in spread.parameters())
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_training(tmp_path, target, monkeypatch):
+    drafter = tiny_drafter(target)
+    size = 4 * sum(p.numel() for p in drafter.parameters())
+    for saving, optim, needed in (
+        ("steps", "adamw_torch", 3 * size),
+        ("steps", "sgd", size),
+        ("no", "adamw_torch", size),
+    ):
+        trainer = trainer_for(tmp_path, target, drafter, rows(4), max_steps=1, save_strategy=saving, optim=optim)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=needed - 1: SimpleNamespace(free=free))
+        with pytest.raises(ValueError, match=r"`output_dir` is .* MiB are free, expected at least .* make room"):
+            trainer.train()
+        assert trainer.state.global_step == 0
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=needed: SimpleNamespace(free=free))
+        trainer.train()

@@ -44,7 +44,7 @@ _WITHOUT = {
 }  # fmt: skip
 
 
-def _changed(config: HyperDFlashConfig, layout: Layout) -> list[str]:
+def changed_fields(config: HyperDFlashConfig, layout: Layout) -> list[str]:
     """Return what a drafter would be read as that is written in a layout, where that is another."""
     try:
         again = layout.read(layout.write(config), "what would be written")
@@ -97,7 +97,7 @@ def check_expressible(config: HyperDFlashConfig, format: str, has_target: bool) 
         "it has a mask vector of its own, and the layout a token of the target's": config.mask_token_id is None,
         "its width differs from the target's": config.hidden_size != config.target_hidden_size,
     }
-    reasons = [reason for reason, holds in obstacles.items() if holds] or _changed(config, layout)
+    reasons = [reason for reason, holds in obstacles.items() if holds] or changed_fields(config, layout)
     if reasons:
         raise ValueError(
             f"This drafter cannot be written in the {format} layout: {'; '.join(reasons)}. Serve it with "

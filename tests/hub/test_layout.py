@@ -14,8 +14,11 @@ from hf_hyperdflash import HyperDFlashDrafter, load_drafter
 from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis
 from hf_hyperdflash.benchmark.doctor.fit import check_fit
 from hf_hyperdflash.cli.app import app
-from hf_hyperdflash.hub.formats import export_dflash
+from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from hf_hyperdflash.hub.formats import changed_fields, export_dflash
 from hf_hyperdflash.hub.found import check_drafter
+from hf_hyperdflash.hub.layouts.lines import ROPE, STREAMS, WINDOWS, layers_read, shape
+from hf_hyperdflash.hub.layouts.table import Layout, always, inside, marked, same
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers import oracle_layouts as oracle
@@ -310,3 +313,33 @@ def test_the_command(target, tmp_path):
     assert load_drafter(tmp_path / "out", target=target).config.sequential_head == "markov"
     refused = CliRunner().invoke(app, [*command, "z-lab", "--target", "nowhere"])  # before the target is looked for
     assert refused.exit_code and "`sequential_head` is 'markov'" in str(refused.exception)
+
+
+def test_a_new_layout_is_a_table(target):
+    """Each line is read and written, what it has no line for is named with both values, and so is what is unknown."""
+    layout = Layout(
+        fits=marked("drafter_v9"),
+        config=HyperDFlashConfig,
+        table=(
+            always("drafter_v9", lambda config: True),
+            *inside("layers", shape(), ROPE),
+            WINDOWS,
+            STREAMS,
+            same("block_size", "width", is_needed=True),
+            same("mask_token_id", "hole", is_needed=True),
+            layers_read("taps", 1),
+        ),
+        layers_in="layers",
+        ignores=("drafter_v9",),
+    )
+    config = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], sliding_window=None).config
+    fields = layout.write(config)
+    assert layout.fits(fields) and (fields["width"], fields["hole"], fields["taps"]) == (7, 1, [1, 3])
+    again = layout.read(fields, "org/name")
+    assert (again.block_size, again.mask_token_id, again.target_layer_ids) == (7, 1, [0, 2])
+    assert not changed_fields(config, layout)
+    config.final_logit_softcapping = 30.0
+    assert changed_fields(config, layout) == ["`final_logit_softcapping` is 30.0, and there it would be None"]
+    assert layout.unknown({**fields, "depth": 3}, "org/name") == {"depth": 3}
+    with pytest.raises(ValueError, match=r"config\.json of org/name lacks `width`"):
+        layout.read({name: value for name, value in fields.items() if name != "width"}, "org/name")

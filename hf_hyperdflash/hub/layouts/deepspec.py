@@ -36,11 +36,6 @@ def _check_architecture(given: Given) -> Fields:
     return {}
 
 
-def _write_no_window(config: HyperDFlashConfig) -> Fields:  # the program knows none
-    full = [FULL] * config.num_hidden_layers
-    return {"layer_types": full, "sliding_window": None, "use_sliding_window": False}
-
-
 def served(config: HyperDFlashConfig, folder: Path) -> str:
     """Return the options with which engines serve it."""
     if config.sequential_head != "markov":
@@ -57,7 +52,10 @@ LAYOUT = Layout(
         Entry((), _check_architecture, lambda config: {"architectures": [_ARCHITECTURE]}),
         PROJECTOR,
         shape(),
-        Entry((), write=_write_no_window),
+        # The program knows no window.
+        always("layer_types", lambda config: [FULL] * config.num_hidden_layers),
+        always("sliding_window", lambda config: None),
+        always("use_sliding_window", lambda config: False),
         ROPE,
         TARGET_DEPTH,
         BLOCK_SIZE,

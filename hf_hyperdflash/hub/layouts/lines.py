@@ -183,11 +183,12 @@ def _read_depth(given: Given) -> Fields:
     return {"target_num_layers": count or 0}
 
 
-def _write_depth(config: Any) -> Fields:  # which drafters made before 0.2 do not know
-    return {"num_target_layers": config.target_num_layers} if config.target_num_layers else {}
-
-
-TARGET_DEPTH = Entry(("num_target_layers",), _read_depth, _write_depth)
+TARGET_DEPTH = Entry(
+    ("num_target_layers",),
+    _read_depth,
+    # Drafters made before 0.2 do not know it.
+    lambda config: {"num_target_layers": config.target_num_layers} if config.target_num_layers else {},
+)
 
 
 def _read_streams(given: Given) -> Fields:
@@ -212,20 +213,18 @@ STREAMS = Entry(("target_hidden_size", "hc_mult"), _read_streams)
 # Vocabulary
 
 
-def _read_draft_vocabulary(given: Given) -> Fields:
-    size = given("draft_vocab_size")
-    return {"draft_vocab_size": 0 if size in (None, given("vocab_size")) else size}
-
-
-DRAFT_VOCABULARY = Entry(("draft_vocab_size",), _read_draft_vocabulary)
-
-
-def _write_cap(config: Any) -> Fields:
-    cap = config.final_logit_softcapping
-    return {} if cap is None else {"final_logit_softcapping": cap}
-
-
-SOFT_CAP = same("final_logit_softcapping", "final_logit_softcapping")._replace(write=_write_cap)
+DRAFT_VOCABULARY = Entry(
+    ("draft_vocab_size",),
+    lambda given: {
+        "draft_vocab_size": 0
+        if given("draft_vocab_size") in (None, given("vocab_size"))
+        else given("draft_vocab_size")
+    },
+)
+_CAP = "final_logit_softcapping"
+SOFT_CAP = same(_CAP, _CAP)._replace(
+    write=lambda config: {} if config.final_logit_softcapping is None else {_CAP: config.final_logit_softcapping}
+)
 
 
 # Heads

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from ...drafters.unrolled.configuration_specblock import SpecBlockConfig
 from .eagle3 import draft_vocabulary, target_layers
-from .lines import EAGLE_IDS, ROPE, SOFT_CAP, Given, eagle_config_ids, shape
-from .table import Fields, Layout, marked, same
+from .lines import EAGLE_IDS, ROPE, SOFT_CAP, eagle_config_ids, shape
+from .table import Layout, marked, same
 
 # Their names, and ours.
 _NAMES = {
@@ -18,10 +18,6 @@ _NAMES = {
 }  # fmt: skip
 
 
-def _head_width(given: Given) -> Fields:  # theirs reads no other
-    return {"head_dim": (given("hidden_size") or 0) // (given("num_attention_heads") or 1)}
-
-
 def _rename(name: str) -> str:
     stem, _, last = name.rpartition(".")
     return f"{_NAMES.get(stem, stem)}.{last}".removeprefix(".")
@@ -31,7 +27,8 @@ LAYOUT = Layout(
     fits=marked("diffspec_draft_token_num", "LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift"),
     config=SpecBlockConfig,
     table=(
-        shape(_head_width),
+        # The program reads no other width of heads.
+        shape(lambda given: {"head_dim": (given("hidden_size") or 0) // (given("num_attention_heads") or 1)}),
         ROPE,
         SOFT_CAP,
         target_layers(eagle_config_ids),

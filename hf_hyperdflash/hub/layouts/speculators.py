@@ -86,16 +86,6 @@ def _read_heads(given: Given) -> Fields:
     return heads
 
 
-def _write_heads(config: HyperDFlashConfig) -> Fields:
-    return _HEADS[_algorithm(config)].write(config) if _algorithm(config) in _HEADS else {}
-
-
-def _write_draft_vocabulary(config: HyperDFlashConfig) -> Fields:  # a part of one is unknown to DFlash 2
-    return {
-        "draft_vocab_size": config.vocab_size if is_dflash2(config) else config.draft_vocab_size or config.vocab_size
-    }
-
-
 def served(config: HyperDFlashConfig, folder: Path) -> str:
     """Return the option with which vLLM serves the drafter, or why no engine does."""
     if is_dflash2(config):
@@ -125,7 +115,11 @@ LAYOUT = Layout(
         Entry((_ALGORITHM,), _read_algorithm, lambda config: {_ALGORITHM: _algorithm(config)}),
         TARGET,
         *inside(LAYERS, shape(), ROPE),
-        DRAFT_VOCABULARY._replace(write=_write_draft_vocabulary),
+        DRAFT_VOCABULARY._replace(  # DFlash 2 knows the whole one alone
+            write=lambda config: {
+                "draft_vocab_size": (0 if is_dflash2(config) else config.draft_vocab_size) or config.vocab_size
+            }
+        ),
         layers_read("aux_hidden_state_layer_ids", 1),
         BLOCK_SIZE,
         same("mask_token_id", "mask_token_id", is_needed=True),
@@ -137,7 +131,11 @@ LAYOUT = Layout(
             lambda config: {"sliding_window_non_causal": config.causal_layers != "sliding"},
         ),
         SOFT_CAP,
-        Entry((*DFLASH2.names, *DSPARK.names), _read_heads, _write_heads),
+        Entry(
+            (*DFLASH2.names, *DSPARK.names),
+            _read_heads,
+            lambda config: _HEADS.get(_algorithm(config), Entry(())).write(config),
+        ),
         STREAMS._replace(names=("target_hidden_size",)),
         WINDOWS,
         Entry(("final_logit_softcapping", "hc_mult"), is_of_layers=True),  # or there

@@ -47,7 +47,8 @@ class PortableDrafter(PreTrainedModel):
         """Load the drafter as any model. transformers would fill in missing tensors at random: they are refused."""
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         drafter, info = loaded
-        wrong = {what: sorted(map(str, info[f"{what}_keys"]))[:4] for what in ("missing", "unexpected", "mismatched")}
+        kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+        wrong = {kind: sorted(map(str, info[kind]))[:4] for kind in kinds}
         if any(wrong.values()):
             raise ValueError(
                 f"The tensors of {args[0]} are not those of its configuration, expected all of them: {wrong}."

@@ -27,12 +27,13 @@ from hf_hyperdflash import (
     bind,
 )
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
+from hf_hyperdflash.drafters.parts.heads import HeadOutput
 from hf_hyperdflash.targets.caches.deepseek_v4 import make_rewindable
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.training.features.capture import compute_residual
 from hf_hyperdflash.training.features.fingerprint import target_fingerprint
 from hf_hyperdflash.training.features.store import FeatureCache
-from hf_hyperdflash.training.losses.loss import drafter_loss
+from hf_hyperdflash.training.losses.loss import DraftHead, LossTerms, drafter_loss
 
 from ..conftest import CSA, HCA, SLIDING, half_right, mostly_nightly, perfect, prompt, tiny_drafter
 from ..helpers import families
@@ -295,24 +296,24 @@ def test_losses():
     states, teacher = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
     labels = torch.randint(0, 11, (5, 4)).masked_fill(torch.rand(5, 4) < 0.3, -100)
 
-    def terms(place, head_place):
+    def computed(place, head_place):
         hidden = states.clone().to(place).requires_grad_()
-        loss = drafter_loss(
-            hidden, labels.to(place), teacher.to(place), kl_temperature=2.0,
-            weights=torch.linspace(1, 0.5, 4).to(place), head=lambda rows: head(rows.to(head_place)), chunk_size=3,
+        terms = LossTerms(
+            kl_temperature=2.0, position_weights=torch.linspace(1, 0.5, 4).to(place), chunk_size=3
         )  # fmt: skip
+        own = DraftHead(lambda rows: head(rows.to(head_place)))
+        loss = drafter_loss(HeadOutput(hidden), labels.to(place), teacher.to(place), terms, own)
         loss.loss.backward()
         with torch.no_grad():
-            plain = drafter_loss(
-                head(states.to(head_place)), labels.to(head_place), head(teacher.to(head_place)), 0.15, 2.0,
-                torch.linspace(1, 0.5, 4),
-            ).loss  # fmt: skip
+            terms = LossTerms(kl_temperature=2.0, position_weights=torch.linspace(1, 0.5, 4))
+            logits, taught = head(states.to(head_place)), head(teacher.to(head_place))
+            plain = drafter_loss(HeadOutput(logits), labels.to(head_place), taught, terms).loss
         return [*loss, hidden.grad, plain]
 
-    expected = terms("cpu", "cpu")
+    expected = computed("cpu", "cpu")
     with SimulatedDevices():
         head.to("lazy:0")
-        found = terms("lazy:1", "lazy:0")
+        found = computed("lazy:1", "lazy:0")
     assert {str(value.device) for value in found[:-1]} == {"lazy:1"}
     assert all(torch.equal(on_cpu(one), other) for one, other in zip(found, expected))
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashDrafter, load_drafter
-from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis
-from hf_hyperdflash.benchmark.doctor.fit import check_fit
+from hf_hyperdflash.benchmark.doctor.diagnosis import Examination
+from hf_hyperdflash.benchmark.doctor.fit import check_weights
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.hub.formats import changed_fields, export_dflash
@@ -256,9 +256,8 @@ def test_numbers_and_texts_that_are_unknown_are_warned_of(target, tmp_path, writ
     assert found.unknown_fields == {"chunked": 4, "rotated": "half"} and not caplog.text
     drafter = load_drafter(found)
     assert caplog.text.count("`chunked` (4), `rotated` ('half')") == 1
-    diagnosis = Diagnosis()
-    check_fit(diagnosis, target, drafter, characters())
-    assert any("`chunked` (4), `rotated` ('half')" in remark for remark in diagnosis.remarks)
+    found = check_weights(Examination(target, drafter, characters()))
+    assert any("`chunked` (4), `rotated` ('half')" in finding.text for finding in found)
 
 
 @pytest.mark.parametrize(

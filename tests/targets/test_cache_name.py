@@ -69,7 +69,8 @@ class NewNameInForward(LlamaForCausalLM):
 def test_nothing_else_in_the_package_names_it():
     foreign = {"past_key_values", "cache_params"}
     for path in PACKAGE.rglob("*.py"):
-        if path == PACKAGE / "targets" / "caches" / "name.py":
+        # And what travels without this file.
+        if path in (PACKAGE / "targets" / "caches" / "name.py", PACKAGE / "portable" / "target.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = {getattr(node, "arg", None), getattr(node, "attr", None), getattr(node, "id", None)}

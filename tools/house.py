@@ -34,7 +34,7 @@ ROOMS = (
 UPWARDS = {("drafters.base", "decoding.bind"), ("drafters.base", "decoding.stats")}
 # A figure and the most that it should be; `None` for no aim.
 AIMS: dict[str, float | None] = {
-    "rooms": 10,
+    "rooms": 11,
     "files in the fullest room": 12,
     "longest chain of imports": 10,
     "files that a greedy chain enters": 16,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,13 +18,11 @@ from transformers import PreTrainedConfig
 from ..drafters.parts.layers import (
     ContextLayer,
     DrafterRMSNorm,
-    HyperDFlashLayer,
     HyperDFlashRotaryEmbedding,
     KeysValues,
 )
-from ..drafters.parts.rank_head import RankHead
 from ..drafters.parts.reducers import REDUCERS
-from ..drafters.unrolled.modeling_eagle3 import Eagle3Layer
+from ..drafters.unrolled.networks import Eagle3Network, SpecBlockNetwork
 from .drafter import PortableDrafter
 from .loop import Drafts
 from .target import Target
@@ -84,7 +82,7 @@ class UnrolledDrafter(PortableDrafter):
 
     Attributes:
         moves_positions: Whether a later block has later positions than the block that it continues.
-        begin: Returns the input of the first layer from conditions and embeddings of blocks,
+        _begin: Returns the input of the first layer from conditions and embeddings of blocks,
             `[1, blocks, config.hidden_size]`.
     """
 
@@ -94,7 +92,7 @@ class UnrolledDrafter(PortableDrafter):
     moves_positions = True
     layers: nn.ModuleList
     draft_ids: torch.Tensor
-    begin: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    _begin: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -125,7 +123,7 @@ class UnrolledDrafter(PortableDrafter):
         """Return what first blocks are conditioned on, from the target's residual streams."""
         return REDUCERS[self.config.reducer].reduce(self, residual, self.dtype)
 
-    def between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+    def _between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Return the input of layer `index` from the output of the layer before it."""
         return hidden
 
@@ -149,14 +147,14 @@ class UnrolledDrafter(PortableDrafter):
             embeds = self.embed_tokens(ids.to(self.device).clamp(max=self.config.vocab_size - 1))
         else:
             embeds = target.embed(ids).to(self.device)
-        hidden = self.begin(condition, embeds.to(condition.dtype))
+        hidden = self._begin(condition, embeds.to(condition.dtype))
         slots, new, known = torch.arange(size, device=first.device), hidden.shape[1], context.known[0]
         rotary = self.rotary_emb(hidden, (first.unsqueeze(-1) + slots).flatten(1))
         past = 0 if known is None else known[0].shape[2]
         visible = torch.ones(1, 1, new, past + new, dtype=torch.bool, device=hidden.device).tril(past)
         mask = None if new == 1 else self.attention_mask(visible, hidden.dtype)
         for index, layer in enumerate(self.layers):
-            hidden = layer(self.between(index, hidden), None, rotary, context.layer(index), mask)
+            hidden = layer(self._between(index, hidden), None, rotary, context.layer(index), mask)
         return hidden[:, -size:]
 
     def new_context(self) -> EntryContext:
@@ -207,76 +205,16 @@ class UnrolledDrafter(PortableDrafter):
             token = drafts.choose(logits)
 
 
-class Eagle3Drafter(UnrolledDrafter):
+class Eagle3Drafter(Eagle3Network, UnrolledDrafter):
     """One token at a time from three of the target's layers, and then from its own states."""
 
     config_class = Eagle3Config
     _no_split_modules = ["Eagle3Layer", "HyperDFlashLayer"]
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        others = (HyperDFlashLayer(config) for _ in range(config.num_hidden_layers - 1))
-        self.layers = nn.ModuleList([Eagle3Layer(config), *others])
-        read, eps = len(config.target_layer_ids), config.rms_norm_eps
-        width = config.target_hidden_size * (1 if config.reducer == "stream_mean" else config.target_hc_mult)
-        if config.norm_before_fc:
-            self.input_norm = DrafterRMSNorm(read * width, eps=eps)
-        if config.fc_norm:
-            self.fc_norms = nn.ModuleList(DrafterRMSNorm(width, eps=eps) for _ in range(read))
-        self.post_init()
 
-    def condition(self, residual: torch.Tensor) -> torch.Tensor:
-        config = self.config
-        if not config.norm_before_fc and not config.fc_norm:
-            return super().condition(residual)
-        layers = residual.to(self.dtype).unflatten(2, (len(config.target_layer_ids), -1))
-        layers = layers.mean(3) if config.reducer == "stream_mean" else layers.flatten(3)
-        if config.norm_before_fc:
-            normed = self.input_norm(layers.flatten(2))
-        else:
-            normed = torch.cat([norm(layer) for norm, layer in zip(self.fc_norms, layers.unbind(2))], dim=-1)
-        return cast(Any, self).fc(normed)
-
-    def begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return torch.cat([embeds, condition], dim=-1)
-
-    def next_condition(self, states: torch.Tensor) -> torch.Tensor:
-        return self.norm(states) if self.config.norm_output else states
-
-
-class SpecBlockDrafter(UnrolledDrafter):
+class SpecBlockDrafter(SpecBlockNetwork, UnrolledDrafter):
     """Blocks whose slots depend on each other, and later blocks from the last slot of an earlier one."""
 
     config_class = SpecBlockConfig
     _no_split_modules = ["HyperDFlashLayer"]
     moves_positions = False  # the authors' checkpoints are trained and used so
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.condition_norm, self.token_norm, self.slot_norm = (DrafterRMSNorm(width, eps=eps) for _ in range(3))
-        self.slot_embeddings = nn.Embedding(config.block_size, width)
-        self.fuse = nn.Linear(3 * width, width, bias=False)
-        self.layers = nn.ModuleList(HyperDFlashLayer(config) for _ in range(config.num_hidden_layers))
-        shifts = config.num_hidden_layers - 1 if config.shift else 0
-        self.shift_proj = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(shifts))
-        if config.rank_head:  # which trees ask, and chains do not
-            self.rank_head = RankHead(config)
-        self.post_init()
-
-    def begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        size = self.config.block_size
-        inputs = torch.cat([self.condition_norm(condition), self.token_norm(embeds)], dim=-1).unsqueeze(2)
-        if self.config.broadcast:
-            inputs = inputs.expand(-1, -1, size, -1)
-        else:
-            inputs = nn.functional.pad(inputs, (0, 0, 0, size - 1))
-        slots = self.slot_norm(self.slot_embeddings.weight).expand(*inputs.shape[:3], -1)
-        return self.fuse(torch.cat([inputs, slots], dim=-1)).flatten(1, 2)
-
-    def between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        if not index or not self.config.shift:
-            return hidden
-        slots = hidden.unflatten(1, (-1, self.config.block_size))
-        before = torch.cat([slots[:, :, :1], slots[:, :, :-1]], dim=2)
-        return self.shift_proj[index - 1](torch.cat([slots, before], dim=-1)).flatten(1, 2)

@@ -22,7 +22,8 @@ from ..drafters.parts.layers import (
     KeysValues,
 )
 from ..drafters.parts.reducers import REDUCERS
-from ..drafters.unrolled.networks import Eagle3Network, SpecBlockNetwork
+from ..drafters.unrolled.modeling_eagle3 import Eagle3Network
+from ..drafters.unrolled.modeling_specblock import SpecBlockNetwork
 from .drafter import PortableDrafter
 from .loop import Drafts
 from .target import Target

@@ -4,19 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from ...targets.target import Target
 from ...trees.tree import DraftTree
-from ..parts.rank_head import rank_features
+from ..parts.layers import DrafterRMSNorm, HyperDFlashLayer
+from ..parts.rank_head import RankHead, rank_features
 from ..sampling import DraftRequest
 from .configuration_specblock import SpecBlockConfig
 from .drafter import UnrolledDrafter, Unrolling
-from .networks import SpecBlockNetwork
 from .rank_growth import Blocks, BlockStep, grow_blocks
 
 _LOGITS_AT_ONCE = 256
+
+
+class SpecBlockNetwork(nn.Module):
+    """The layers of SpecBlock, before a base of drafters: the package's, or that of `portable/`."""
+
+    config: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.condition_norm, self.token_norm, self.slot_norm = (DrafterRMSNorm(width, eps=eps) for _ in range(3))
+        self.slot_embeddings = nn.Embedding(config.block_size, width)
+        self.fuse = nn.Linear(3 * width, width, bias=False)
+        self.layers = nn.ModuleList(HyperDFlashLayer(config) for _ in range(config.num_hidden_layers))
+        shifts = config.num_hidden_layers - 1 if config.shift else 0
+        self.shift_proj = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(shifts))
+        self.rank_head = RankHead(config) if config.rank_head else None
+        cast(Any, self).post_init()
+
+    def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+        size = self.config.block_size
+        inputs = torch.cat([self.condition_norm(condition), self.token_norm(embeds)], dim=-1).unsqueeze(2)
+        if self.config.broadcast:
+            inputs = inputs.expand(-1, -1, size, -1)
+        else:
+            inputs = nn.functional.pad(inputs, (0, 0, 0, size - 1))
+        slots = self.slot_norm(self.slot_embeddings.weight).expand(*inputs.shape[:3], -1)
+        return self.fuse(torch.cat([inputs, slots], dim=-1)).flatten(1, 2)
+
+    def _between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        if not index or not self.config.shift:
+            return hidden
+        slots = hidden.unflatten(1, (-1, self.config.block_size))
+        before = torch.cat([slots[:, :, :1], slots[:, :, :-1]], dim=2)
+        return self.shift_proj[index - 1](torch.cat([slots, before], dim=-1)).flatten(1, 2)
 
 
 class SpecBlockDrafter(SpecBlockNetwork, UnrolledDrafter):

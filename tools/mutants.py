@@ -3,10 +3,14 @@
     python tools/mutants.py record               # run the suite once, and keep which test runs which line
     python tools/mutants.py run --count 60       # break 60 places; goes on where it was stopped
     python tools/mutants.py table                # what was found, by room, and what survived
+    python tools/mutants.py run --earlier FILE --commit COMMIT   # those of an earlier results.jsonl, in today's code
 
 Each mutant meets the tests that run its line, the quickest first, and the first failure ends it. Tests of the short
 set come before those of the night, so that the table says what only the night finds. `record` needs pytest-cov.
 Everything is kept in build/mutants/; mutants are made in a copy of the last commit, never in your tree.
+
+After a large change of code or tests the last form compares like with like: a place is looked up by its function and
+text, else by its line's text in another function, else one is drawn from the same room.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,15 +54,14 @@ class Mutant(NamedTuple):
     then: str
 
 
-def mutants_of(path: Path) -> Iterator[Mutant]:
+def mutants_of(path: str, source: str) -> Iterator[Mutant]:
     """Every mutant of the functions of a file. Errors, annotations, decorators and docstrings stay as they are."""
-    source = path.read_text()
 
     def replaced(node: ast.AST, then: ast.AST | str, function: str) -> Mutant:
         place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
         now = ast.get_source_segment(source, node) or ""
         words = then if isinstance(then, str) else f"({ast.unparse(then)})"
-        return Mutant(path.relative_to(ROOT).as_posix(), function, place, now, words)
+        return Mutant(path, function, place, now, words)
 
     def visit(node: ast.AST, function: str) -> Iterator[Mutant]:
         if isinstance(node, ast.FunctionDef):
@@ -111,10 +114,44 @@ def changes_of(node: ast.AST) -> Iterator[ast.AST | str]:
 def chosen(rooms: list[str], count: int, seed: int) -> list[Mutant]:
     """`count` mutants, at most one of a function."""
     files = (path for room in rooms for path in sorted((ROOT / "hf_hyperdflash" / room).rglob("*.py")))
-    mutants = [mutant for path in files for mutant in mutants_of(path)]
+    mutants = [m for path in files for m in mutants_of(path.relative_to(ROOT).as_posix(), path.read_text())]
     random.Random(seed).shuffle(mutants)
     of_functions = {(mutant.path, mutant.function): mutant for mutant in reversed(mutants)}
     return [mutant for mutant in mutants if of_functions[mutant.path, mutant.function] is mutant][:count]
+
+
+def moved(earlier: Iterable[Mutant], commit: str, seed: int) -> list[Mutant]:
+    """Where mutants of an earlier commit stand today. One whose code is gone is replaced by a draw from its room."""
+    by_function, by_line = defaultdict(list), defaultdict(list)  # today's, in the order of their lines
+    by_room = defaultdict(list)
+    for file in sorted((ROOT / "hf_hyperdflash").rglob("*.py")):
+        path, source = file.relative_to(ROOT).as_posix(), file.read_text()
+        lines = source.splitlines()
+        for mutant in mutants_of(path, source):
+            by_function[mutant.path, mutant.function, mutant.now, mutant.then].append(mutant)
+            by_line[lines[mutant.place[0] - 1].strip(), mutant.now, mutant.then].append(mutant)
+            by_room[Path(path).parts[1]].append(mutant)
+
+    found: list[Mutant | None] = []
+    for mutant in earlier:
+        show = ["git", "show", f"{commit}:{mutant.path}"]
+        source = subprocess.run(show, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        key = (mutant.path, mutant.function, mutant.now, mutant.then)
+        alike = [other for other in mutants_of(mutant.path, source) if (*other[:2], *other[3:]) == key]
+        number = [tuple(other.place) for other in alike].index(tuple(mutant.place))  # which of several in its function
+        line = source.splitlines()[mutant.place[0] - 1].strip()
+        today = by_function[key] or by_line[line, mutant.now, mutant.then]
+        found.append(today[min(number, len(today) - 1)] if today else None)
+
+    taken = {(mutant.path, mutant.function) for mutant in found if mutant}
+    for number, mutant in enumerate(earlier):
+        if found[number] is None:
+            of_room = by_room[Path(mutant.path).parts[1]]
+            free = [other for other in of_room if (other.path, other.function) not in taken]
+            drawn = random.Random(seed + number).choice(free)
+            taken.add((drawn.path, drawn.function))
+            found[number] = drawn
+    return [mutant for mutant in found if mutant]
 
 
 def broken(mutant: Mutant) -> str:
@@ -195,27 +232,27 @@ def record() -> None:
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def run(rooms: list[str], count: int, seed: int) -> None:
+def run(mutants: list[Mutant]) -> None:
     """Judge the mutants that have not been judged yet."""
     WORK.mkdir(parents=True, exist_ok=True)
     known = {json.dumps(row["mutant"]) for row in rows()}
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["git", "worktree", "add", "-q", "--detach", folder], cwd=ROOT, check=True)
         try:
-            for number, mutant in enumerate(chosen(rooms, count, seed), 1):
+            for number, mutant in enumerate(mutants, 1):
                 if json.dumps(mutant) in known:
                     continue
                 row = {"mutant": mutant, **judge(mutant, folder)}
                 with RESULTS.open("a") as results:
                     results.write(json.dumps(row) + "\n")
-                print(f"{number}/{count} {said(row)}", flush=True)
+                print(f"{number}/{len(mutants)} {said(row)}", flush=True)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
 
 
-def rows() -> list[dict[str, Any]]:
+def rows(results: Path = RESULTS) -> list[dict[str, Any]]:
     """What was judged so far."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
 def said(row: dict[str, Any]) -> str:
@@ -245,9 +282,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rooms", nargs="+", default=list(ROOMS), help="folders of the package")
+    parser.add_argument("--earlier", type=Path, help="results.jsonl of an earlier commit")
+    parser.add_argument("--commit", help="that commit")
     arguments = parser.parse_args()
-    if arguments.what == "run":
-        run(arguments.rooms, arguments.count, arguments.seed)
+    if arguments.what == "run" and arguments.earlier:
+        mutants = [Mutant(*row["mutant"]) for row in rows(arguments.earlier)]
+        run(moved(mutants, arguments.commit, arguments.seed))
+    elif arguments.what == "run":
+        run(chosen(arguments.rooms, arguments.count, arguments.seed))
     else:
         {"record": record, "table": table}[arguments.what]()
 

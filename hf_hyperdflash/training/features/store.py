@@ -61,7 +61,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """The target's residual streams of every row of a dataset, on disk: written once, read many times.
 
     By default it is the pre-collapse residual. Nothing else of the target is stored: the teacher's logits follow from
-    the residual ([`~training.losses.teacher.teacher_states`]). Items are those of [`FeatureCache.__getitem__`].
+    the residual ([`~training.losses.objective.teacher_states`]). Items are those of [`FeatureCache.__getitem__`].
 
     Args:
         directory: Where [`FeatureCache.write`] put it, or a folder with the files of several caches.

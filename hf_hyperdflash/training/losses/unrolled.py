@@ -12,8 +12,7 @@ from ...drafters.parts.heads import HeadOutput
 from ...drafters.parts.rank_head import RANK_CLASSES, rank_classes
 from ...drafters.unrolled.configuration import UnrolledConfig
 from ...targets.target import Target
-from .chunk import student_logits
-from .loss import IGNORE_INDEX, DrafterLoss, loss_counts, position_weights, rank_loss
+from .loss import IGNORE_INDEX, DrafterLoss, loss_counts, position_weights, rank_loss, student_logits
 from .objective import Batch, BlockObjective, LossSettings
 
 

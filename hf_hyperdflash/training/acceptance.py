@@ -91,12 +91,8 @@ def _check_prompts(prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None
 
 
 def check_metric(name: str | None, generates: bool) -> None:
-    """Raise a `ValueError` if evaluations give no metric of that name, as `metric_for_best_model` has it.
-
-    Args:
-        name: With `eval_` before it or without.
-        generates: Whether there is an [`AcceptanceCallback`].
-    """
+    """Raise a `ValueError` if evaluations, which an [`AcceptanceCallback`] extends if the run generates, give no metric
+    of that name, as `metric_for_best_model` has it, with `eval_` before it or without."""
     bare = (name or "loss").removeprefix("eval_")
     if re.fullmatch(_GENERATION_METRICS, bare) and not generates:
         raise ValueError(
@@ -124,18 +120,10 @@ def _in_eval_mode(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gathered(accelerator: Accelerator, model: nn.Module) -> Iterator[nn.Module]:
-    """Unwrap a drafter in training, with all of its parameters on every rank inside the `with`.
+    """Unwrap the drafter of `trainer.model_wrapped`, with all of its parameters on every rank inside the `with`.
 
     Parameters that FSDP2 or DeepSpeed ZeRO-3 shard are gathered once and sharded again at the end. Every rank must
-    enter. The parameters must not be changed inside.
-
-    Args:
-        accelerator: The trainer's.
-        model: The drafter as the accelerator wrapped it: `trainer.model_wrapped`.
-
-    Yields:
-        The drafter, plain or wrapped by PEFT.
-    """
+    enter. The parameters must not be changed inside."""
     from torch.distributed.fsdp import FSDPModule
 
     drafter = accelerator.unwrap_model(model, keep_torch_compile=False)  # every length of text would recompile

@@ -122,11 +122,7 @@ class TrainingFlags:
 
 @dataclass
 class ScriptArguments:
-    """The flags that are not the trainer's arguments; the help of each says what it means.
-
-    Raises:
-        ValueError: If a number is too small, or flags do not fit together.
-    """
+    """The flags that are not the trainer's arguments; the help of each says what it means."""
 
     target: str = field(metadata={"help": "path or Hub id of the target, or of a GGUF file in it"})
     stage: int = _flag(1, "whose defaults to use: 1 or 2", choices=[1, 2])
@@ -223,11 +219,7 @@ class ScriptArguments:
         return next((name for name in names if getattr(self, name) != unset[name]), None)
 
     def window_field(self) -> dict[str, int | None]:
-        """Return the field `sliding_window` of a new drafter; nothing for its default.
-
-        Raises:
-            ValueError: If the flag is neither a number nor none.
-        """
+        """Return the field `sliding_window` of a new drafter; nothing for its default."""
         given = self.sliding_window
         if given is None:
             return {}

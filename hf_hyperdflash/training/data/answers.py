@@ -124,11 +124,7 @@ def read_conversations(
     split: str = "train",
     limit: int | None = None,
 ) -> list[Conversation]:
-    """Return the different prompts of datasets, `limit` rows of each, and a line on what is left out.
-
-    Raises:
-        ValueError: If no row can be used.
-    """
+    """Return the different prompts of datasets, `limit` rows of each, and print what is left out."""
     found: dict[str, Conversation] = {}
     refused: list[str] = []
     read = 0
@@ -155,11 +151,7 @@ def read_conversations(
 
 
 class WrittenAnswers:
-    """The answers in a file, and what shaped them in the file beside it.
-
-    Raises:
-        ValueError: If other settings shaped what is written, or something else wrote it.
-    """
+    """The answers in a file, and what shaped them in the file beside it. Those of other settings are refused."""
 
     def __init__(self, path: Path, settings: Mapping[str, str | float | None]) -> None:
         self.path, self.settings = path, settings

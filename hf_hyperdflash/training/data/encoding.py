@@ -247,11 +247,7 @@ def render(
     thinking: bool,
     prompt: bool,
 ) -> str:
-    """Render a conversation with the tokenizer's chat template.
-
-    Raises:
-        ValueError: If the template refuses it.
-    """
+    """Render a conversation with the tokenizer's chat template."""
     mode: dict[str, Any] = {"thinking": thinking, "enable_thinking": thinking}
     template = chat_template_of(tokenizer, tools)
     conversation = spelled(messages, template, template_reading(tokenizer, template))

@@ -46,9 +46,8 @@ def to_messages(row: Mapping[str, Json]) -> list[Message]:
     the answer's reasoning. A thinking model's reasoning is a message's `reasoning_content` (read as `reasoning` and
     `thinking`, too). An answer whose `train`, `weight` or `loss` is 0 keeps `train` False.
 
-    Raises:
-        ValueError: If the row has none of these columns, a conversation an unknown speaker or no text, or there is a
-            field that would change the text and is not read, as `images`.
+    A row with none of these columns, an unknown speaker, no text, or a field that would change the text and is not
+    read, as `images`, is refused.
     """
     given: dict[str, Json] = {
         name: value for name, value in row.items() if value not in (None, "", []) and name != POSITION_COLUMN
@@ -136,11 +135,7 @@ def _exchange(
 
 
 def read_tools(row: Mapping[str, Json]) -> list[Tool] | None:
-    """Return the tools that a row's conversation may call, from a list of JSON schemas or its JSON text.
-
-    Raises:
-        ValueError: If its `tools` are neither.
-    """
+    """Return the tools that a row's conversation may call, from a list of JSON schemas or its JSON text."""
     given = row.get("tools")
     if not given:
         return None

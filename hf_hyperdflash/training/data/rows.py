@@ -152,11 +152,7 @@ def _rows_of(parts: list[Any]) -> Iterator[Any]:
 
 
 def _json_column(rows: Dataset, name: str, values: Iterable[Any]) -> Dataset:
-    """Replace a column by one whose values may have several types.
-
-    Raises:
-        ValueError: If `datasets` is too old for that.
-    """
+    """Replace a column by one whose values may have several types."""
     try:
         from datasets import Json
     except ImportError as error:
@@ -208,19 +204,15 @@ def truncate(input_ids: list[int], loss_mask: list[int], max_length: int) -> tup
     """Cut a document to at most `max_length` neighbouring tokens, so that supervised ones stay.
 
     The beginning is kept if the first supervised token lies in its first half. Otherwise the document is cut on the
-    left until half of `max_length`, or more if little text follows, precedes the first supervised token.
-    """
+    left until half of `max_length`, or more if little text follows, precedes the first supervised token."""
     first = loss_mask.index(1) if 1 in loss_mask else 0
     start = max(0, min(first - max_length // 2, len(input_ids) - max_length))
     return input_ids[start : start + max_length], loss_mask[start : start + max_length]
 
 
 def pack(lengths: list[int], max_length: int) -> list[list[int]]:
-    """Distribute whole documents over rows of at most `max_length` tokens: best fit, longest documents first.
-
-    Returns:
-        For every row the indices of its documents, ascending; rows in the order of their first document.
-    """
+    """Distribute whole documents over rows of at most `max_length` tokens: best fit, longest documents first. Return of
+    each row the indices of its documents, ascending; rows in the order of their first document."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # tokens left and row, fullest rows first
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -266,29 +258,18 @@ def prepare_dataset(
     positions: int | None = None,
     end_ids: Collection[int] | None = None,
 ) -> Dataset | IterableDataset:
-    """Turn conversations into training rows: lists `input_ids`, `loss_mask` and `position_ids`, which count from 0 in
-    every document. A list becomes a map-style dataset.
+    """Turn conversations that [`to_messages`] understands, or tokenized rows of `input_ids` and `loss_mask`, with
+    `position_ids` if they are packed, into training rows: lists of these three; position ids count from 0 in every
+    document. A list becomes a map-style dataset. `truncated` marks answers that hit a token limit.
 
     Skipped are conversations that cannot be read or that the chat template refuses, and rows without an anchor, two
     neighbouring supervised tokens of one document. How many, why and where the first is, how many were cut to
     `max_length` and what else of conversations is not trained on is logged: at once for a map-style dataset, at every
     doubling for a streaming one.
 
-    Args:
-        dataset: Rows that [`to_messages`] understands (`truncated` marks answers that hit a token limit, `tools` are
-            what the assistant may call), or tokenized ones: `input_ids` and `loss_mask`, with `position_ids` if they
-            are packed already.
-        tokenizer: The target's tokenizer; may be `None` for tokenized rows.
-        max_length: Longest row, in tokens. [`truncate`] shortens documents.
-        packing: Put several documents into a row, chosen from 1,000 at a time; none is split.
-        vocab_size: The target's: tokenized rows with other ids are refused.
-        num_proc: Processes that tokenize a map-style dataset.
-        positions: The target's: longer rows than these cannot be had.
-        end_ids: As of [`encode_chat`].
-
-    Raises:
-        ValueError: If no row (of the first 1,000 of a stream) is left, or a tokenized row does not fit the arguments.
-    """
+    `packing` puts several documents into a row, chosen from 1,000 at a time; none is split. `vocab_size` and
+    `positions` are the target's: tokenized rows with other ids are refused, and no row can be longer. Raise a
+    `ValueError` if no row (of the first 1,000 of a stream) is left, or a tokenized row does not fit the arguments."""
     from datasets import Dataset, Features, IterableDataset, Sequence, Value
 
     if isinstance(dataset, dict):

@@ -87,10 +87,8 @@ def remove_checkpoints(output_dir: Path) -> None:
 
 
 def apply_umask(folder: Path) -> None:
-    """Give the weights and code of `save_model` the file mode that the umask gives to the other files of a run.
-
-    safetensors makes its files readable for their owner alone, and code has the mode of the installed package.
-    """
+    """Give the weights and code of `save_model` the file mode that the umask gives to the other files of a run:
+    safetensors makes its files readable for their owner alone, and code has the mode of the installed package."""
     mode = stat.S_IMODE((folder / "training_args.bin").stat().st_mode)
     for pattern in ("*.safetensors", "*.py", "custom_generate/*.py"):
         for path in folder.glob(pattern):

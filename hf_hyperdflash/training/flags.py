@@ -50,28 +50,20 @@ def _flag(default: _T, help: str, **choices: Sequence[object]) -> _T:
 
 
 # Complete settings of the loss. A recipe sets the fields that the user did not set.
-RECIPES: dict[str, dict[str, Any]] = {
-    "hyperdflash": {  # the paper's
-        "ce_weight": 1.0, "kl_weight": 0.15, "kl_positions": 2, "tv_weight": 0.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": None, "rank_weight": 1.0, "valid_prefix": False,
-    },
-    "dspark": {  # theirs: 0.1 cross-entropy + 0.9 L1 + 1.0 confidence; L1 is twice the total variation
-        "ce_weight": 0.1, "kl_weight": 0.0, "kl_positions": 2, "tv_weight": 1.8, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.0, "rank_weight": 1.0, "valid_prefix": False,
-    },
-    "ours": {
-        "ce_weight": 1.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 1.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.0, "rank_weight": 1.0, "valid_prefix": False,
-    },
-    "eagle3": {  # its paper's: distillation alone, 0.8 of the weight with each further step
-        "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 0.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.48, "rank_weight": 1.0, "valid_prefix": False,
-    },
-    "specblock": {  # its paper's
-        "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 0.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.48, "rank_weight": 1.0, "valid_prefix": True,
-    },
+_PAPER: dict[str, Any] = {
+    "ce_weight": 1.0, "kl_weight": 0.15, "kl_positions": 2, "tv_weight": 0.0, "confidence_weight": 1.0,
+    "blind_weight": 0.1, "loss_decay": None, "rank_weight": 1.0, "valid_prefix": False,
 }  # fmt: skip
+# EAGLE-3's paper's: distillation alone, 0.8 of the weight with each further step
+_DISTILLED = {**_PAPER, "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "loss_decay": 4.48}
+RECIPES: dict[str, dict[str, Any]] = {
+    "hyperdflash": _PAPER,
+    # Theirs: 0.1 cross-entropy + 0.9 L1 + 1.0 confidence; L1 is twice the total variation.
+    "dspark": {**_PAPER, "ce_weight": 0.1, "kl_weight": 0.0, "tv_weight": 1.8, "loss_decay": 4.0},
+    "ours": {**_PAPER, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 1.0, "loss_decay": 4.0},
+    "eagle3": _DISTILLED,
+    "specblock": {**_DISTILLED, "valid_prefix": True},  # its paper's
+}
 
 
 @dataclass

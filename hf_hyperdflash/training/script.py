@@ -125,9 +125,8 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if script.streaming and args.max_steps <= 0:
         raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
     folder = Path(str(args.output_dir)).absolute()
-    if not os.path.isdir(
-        existing := next(candidate for candidate in (folder, *folder.parents) if os.path.lexists(candidate))
-    ):
+    existing = next(candidate for candidate in (folder, *folder.parents) if os.path.lexists(candidate))
+    if not existing.is_dir():
         what = "a file" if existing == folder else f"which cannot be made, because {existing} is a file"
         raise ValueError(f"`--output_dir` is {args.output_dir!r}, {what}: expected a folder, which is made if needed.")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -149,9 +148,12 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
 
 def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     """Load an earlier stage's drafter in float32, which an optimizer needs, with the heads and the number of draft
-    positions of the flags. No weight depends on that number."""
+    positions of the flags. No weight depends on that number. What does not fit the target is refused before weights
+    are loaded."""
+    found = check_drafter(str(script.drafter), kinds=TRAINED, or_others=True)
+    check_made_for(script.target, found)
     torch.manual_seed(seed)
-    drafter: Any = load_drafter(str(script.drafter), dtype=torch.float32)
+    drafter: Any = load_drafter(found, dtype=torch.float32)
     if getattr(drafter.config, "target_name_or_path", None) == "":  # other programs' files mostly do not say
         drafter.config.target_name_or_path = public_name(script.target)
     if script.draft_vocab_size is not None:
@@ -180,10 +182,8 @@ def new_drafter(script: ScriptArguments, target: PreTrainedModel, tokenizer: Pre
     given: dict[str, Any] = dict(script.drafter_fields())
     if "mask_token_id" in (kind.train_flags or ()):  # which is found in the vocabulary, if it is not given
         given["tokenizer"] = tokenizer
-    public = public_name(script.target)
-    return cast(
-        SavedDrafter, kind.drafter.from_target(target, dtype=torch.float32, **given, target_name_or_path=public)
-    )
+    given["target_name_or_path"] = public_name(script.target)
+    return cast(SavedDrafter, kind.drafter.from_target(target, dtype=torch.float32, **given))
 
 
 def _token_counts(
@@ -249,15 +249,6 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
     return train, held_out
 
 
-def described(script: ScriptArguments) -> dict[str, object]:
-    """Return the flags of a run beside the trainer's arguments, without this machine's folders."""
-    facts = dict(vars(script))
-    del facts["eval_rows"], facts["overwrite_output_dir"]  # they do not describe the finished run
-    for name in ("target", "drafter", "eval_dataset", "chat_template"):
-        facts[name] = facts[name] and public_name(facts[name])
-    return facts | {"dataset": [public_name(source) for source in script.dataset or ()]}
-
-
 def main(argv: list[str] | None = None, prog: str | None = None) -> None:
     """Train as the flags say. Ctrl-C ends with a line that says how to resume."""
     script, args = parse(argv, prog)
@@ -267,10 +258,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
     except KeyboardInterrupt:
         # While the flag is set the checkpoints are still the earlier run's.
         last = None if script.overwrite_output_dir else newest_complete(Path(str(args.output_dir)))[0]
-        then = (
-            f"with `--resume_from_checkpoint true` goes on from {last}" if last else "begins again: no checkpoint yet"
-        )
-        _print_status(args, f"\nStopped. The same command {then}.")
+        go_on = f"with `--resume_from_checkpoint true` goes on from {last}"
+        _print_status(args, f"\nStopped. The same command {go_on if last else 'begins again: no checkpoint yet'}.")
         raise SystemExit(130) from None
 
 
@@ -313,9 +302,6 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
             "`--overwrite_output_dir true`, which removes its checkpoints."
         )
     check_target(script.target)
-    if script.drafter:
-        check_drafter(script.drafter, kinds=TRAINED, or_others=True)
-        check_made_for(script.target, script.drafter)
     earlier = earlier_drafter(script, args.seed) if script.drafter else None
     _print_status(args, f"Reading {', '.join(script.dataset or ())} ...")
     train, held_out = load_data(script, args.seed)
@@ -324,9 +310,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if script.chat_template:
         tokenizer.chat_template = read_chat_template(script.chat_template, "--chat_template")
     dtype = script.target_dtype or default_dtype(script.target)
-    target = load_target(
-        script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
-    )
+    how = {"device_map": script.device_map, "trust_remote_code": script.trust_remote_code}
+    target = load_target(script.target, dtype=dtype, **how)
     counted = _token_counts(script, args, target, tokenizer, train, held_out)
     if counted is not None:
         train, script.draft_vocab_size = counted[0], covering_size(counted[1][0], _COVERAGE)
@@ -335,7 +320,11 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
     )
-    trainer.described = described(script)
+    # The record has the flags beside the trainer's arguments, without this machine's folders.
+    facts = {name: value for name, value in vars(script).items() if name not in ("eval_rows", "overwrite_output_dir")}
+    for name in ("target", "drafter", "eval_dataset", "chat_template"):
+        facts[name] = facts[name] and public_name(facts[name])
+    trainer.described = facts | {"dataset": [public_name(source) for source in script.dataset or ()]}
     if script.draft_vocab_size:
         trainer.choose_vocabulary(script.draft_vocab_size if earlier else None)
     if counted is not None:
@@ -347,16 +336,11 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if script.eval_prompts:
         prompts = encode_prompts(tokenizer, held_out, at_most=script.eval_prompts)
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
-    rows = cast(Any, trainer.train_dataset)  # without those that were skipped
-    amount, count = (
-        f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream",
-        len(cast(Any, trainer.eval_dataset)),
-    )
+    rows, held_out_rows = cast(Any, trainer.train_dataset), cast(Any, trainer.eval_dataset)  # without skipped ones
+    amount = f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream"
     of = f"of {script.eval_dataset}" if script.eval_dataset else f"by `--eval_rows {script.eval_rows}`"
-    _print_status(
-        args,
-        f"Training on {amount}, {count} held out ({of}), {len(prompts)} of them to generate from (`--eval_prompts`).",
-    )
+    given = f"{len(prompts)} of them to generate from (`--eval_prompts`)"
+    _print_status(args, f"Training on {amount}, {len(held_out_rows)} held out ({of}), {given}.")
     if script.overwrite_output_dir:  # now that all is loaded, and training can begin
         if args.process_index == 0:
             remove_checkpoints(folder)

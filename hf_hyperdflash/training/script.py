@@ -38,15 +38,16 @@ from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .data.encoding import encode_prompts, end_ids_of
 from .data.file_positions import add_file_positions
-from .data.rows import count_tokens, covering_size, joined, load_rows, prepare_dataset
+from .data.rows import count_tokens, joined, load_rows, prepare_dataset
 from .data.templates import read_chat_template
 from .flags import STAGES, ScriptArguments
 from .runs.checkpoints import (
     apply_umask,
     checkpoint_to_resume,
+    checkpoints,
     describe_earlier_run,
     newest_complete,
-    remove_checkpoints,
+    remove_checkpoint,
 )
 from .runs.progress import Lines, LinesAboveBar
 from .runs.record import public_name
@@ -208,17 +209,6 @@ def _token_counts(
     return tokenized[0], [count_tokens(rows, own.vocab_size) for rows in tokenized]
 
 
-def _describe_vocabulary(drafted: torch.Tensor, counts: list[torch.Tensor]) -> str:
-    """Say which part of the training's and of the held-out answers can be drafted."""
-    shares = (each[drafted.to(each.device)].sum() / each.sum() for each in counts)
-    trained, held_out = (f"{100 * float(share):.1f} %" for share in shares)
-    return (
-        f"The drafter drafts {len(drafted):,} of {len(counts[0]):,} tokens, {trained} of the answers and "
-        f"{held_out} of those held out, because its LM head over all would cost more than its layers. Other text has "
-        "fewer of them; `--draft_vocab_size 0` drafts all."
-    )
-
-
 def _kind(script: ScriptArguments) -> DrafterKind:
     return next(kind for kind in KINDS if kind.model_type == script.drafter_type)
 
@@ -310,11 +300,14 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if script.chat_template:
         tokenizer.chat_template = read_chat_template(script.chat_template, "--chat_template")
     dtype = script.target_dtype or default_dtype(script.target)
-    how = {"device_map": script.device_map, "trust_remote_code": script.trust_remote_code}
+    how: dict[str, Any] = {"device_map": script.device_map, "trust_remote_code": script.trust_remote_code}
     target = load_target(script.target, dtype=dtype, **how)
     counted = _token_counts(script, args, target, tokenizer, train, held_out)
     if counted is not None:
-        train, script.draft_vocab_size = counted[0], covering_size(counted[1][0], _COVERAGE)
+        train, (counts, _) = counted
+        most_first = counts.sort(descending=True).values.cumsum(0)
+        covering = int((most_first < _COVERAGE * int(counts.sum())).sum()) + 1  # the most frequent tokens
+        script.draft_vocab_size = min(covering, len(counts))
     torch.manual_seed(args.seed)
     drafter = earlier or new_drafter(script, target, tokenizer)
     trainer = HyperDFlashTrainer(
@@ -328,7 +321,14 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if script.draft_vocab_size:
         trainer.choose_vocabulary(script.draft_vocab_size if earlier else None)
     if counted is not None:
-        _print_status(args, _describe_vocabulary(cast(Any, trainer.model).draft_ids, counted[1]))
+        drafted = cast(Any, trainer.model).draft_ids.to(counts.device)
+        trained, held = (f"{100 * float(each[drafted].sum() / each.sum()):.1f} %" for each in counted[1])
+        _print_status(
+            args,
+            f"The drafter drafts {len(drafted):,} of {len(counts):,} tokens, {trained} of the answers and {held} of "
+            "those held out, because its LM head over all would cost more than its layers. Other text has fewer of "
+            "them; `--draft_vocab_size 0` drafts all.",
+        )
     for own, theirs in ((LinesAboveBar, ProgressCallback), (Lines, PrinterCallback)):
         if trainer.pop_callback(theirs):
             trainer.add_callback(own)
@@ -342,8 +342,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     given = f"{len(prompts)} of them to generate from (`--eval_prompts`)"
     _print_status(args, f"Training on {amount}, {len(held_out_rows)} held out ({of}), {given}.")
     if script.overwrite_output_dir:  # now that all is loaded, and training can begin
-        if args.process_index == 0:
-            remove_checkpoints(folder)
+        for earlier_checkpoint in checkpoints(folder) if args.process_index == 0 else ():
+            remove_checkpoint(earlier_checkpoint)  # the earlier drafter stays until this run has one
         trainer.accelerator.wait_for_everyone()
         script.overwrite_output_dir = False
     try:

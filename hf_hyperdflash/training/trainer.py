@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -13,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from accelerate.logging import get_logger
 from huggingface_hub import CommitInfo, HfApi
 from safetensors import SafetensorError
 from torch import nn
@@ -34,7 +34,7 @@ from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .data.blocks import expected_rounds, sample_anchors, walk_rounds
 from .data.encoding import end_ids_of
-from .data.rows import frequent_tokens, prepare_dataset
+from .data.rows import count_tokens, prepare_dataset
 from .features.capture import compute_residual
 from .features.fingerprint import short_fingerprint, target_fingerprint
 from .features.store import FeatureCache
@@ -52,7 +52,7 @@ from .runs.checkpoints import (
 from .runs.record import write_record
 from .runs.run_identity import RUN_RECORD, Identity, check_same_run, data_digest, run_identity
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)  # of several processes the first logs
 
 _LIBRARIES = ("transformers.", "hf_hyperdflash.")  # their callbacks add no metrics, except `AcceptanceCallback`
 TERMS = ("cross_entropy", "kl", "tv", "confidence", "blind", "rank")
@@ -278,9 +278,9 @@ class HyperDFlashTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
-        """Draft at every possible anchor, then find the rounds that generation of the text would have. Return the loss;
-        per row and round the emitted tokens, `[batch, rounds]`, -100 where a row has fewer rounds, with the rounds to
-        be expected at temperature 1, `[batch]`; and the accepted drafts per row and round."""
+        """Draft at every possible anchor, then find the rounds that generation of the text would have. Return the
+        loss; per row and round the emitted tokens, `[batch, rounds]`, -100 where a row has fewer rounds, with the
+        rounds to be expected at temperature 1, `[batch]`; and the accepted drafts per row and round."""
         batch = self._prepare_inputs(inputs)
         batch["residual"] = self.residual(batch)
         anchors = sample_anchors(self.objective.candidates(batch))
@@ -348,15 +348,13 @@ class HyperDFlashTrainer(Trainer):
             config.target_num_layers = config.target_num_layers or own.num_hidden_layers
         if resume_from_checkpoint:
             folder, skipped = checkpoint_to_resume(resume_from_checkpoint, Path(str(self.args.output_dir)))
-            if self.is_world_process_zero():
-                for line in skipped:
-                    logger.warning("A checkpoint that is not whole was skipped, %s.", line)
-            if not check_same_run(folder, run_identity(self)) and self.is_world_process_zero():
+            for line in skipped:
+                logger.warning("A checkpoint that is not whole was skipped, %s.", line)
+            if not check_same_run(folder, run_identity(self)):
                 logger.warning("%s does not say which run it is of: it is taken for this one's.", folder)
-            if self.is_world_process_zero():
-                logger.warning("Going on from %s.", folder)
+            logger.warning("Going on from %s.", folder)
             resume_from_checkpoint = str(folder)
-        elif (found := describe_earlier_run(Path(str(self.args.output_dir)))) and self.is_world_process_zero():
+        elif found := describe_earlier_run(Path(str(self.args.output_dir))):
             logger.warning("%s has %s, which this run overwrites.", self.args.output_dir, found)
         # A metric that is known to be in no evaluation of this run; others may be a user's callback's.
         callbacks = self.callback_handler.callbacks
@@ -500,8 +498,8 @@ class HyperDFlashTrainer(Trainer):
             card.save(folder / "README.md")
 
     def choose_vocabulary(self, size: int | None = None) -> None:
-        """Choose the draft vocabulary: the most frequent tokens in answers of the training rows. Those of a new drafter,
-        whose default is the first tokens, are at first scored as the target scores them.
+        """Choose the draft vocabulary: the most frequent tokens in answers of the training rows. Those of a new
+        drafter, whose default is the first tokens, are at first scored as the target scores them.
 
         A drafter that has been trained drafts `size` tokens from now on, and keeps what it has learned of those that
         it drafts already ([`~drafters.reading.ReadingDrafter.draft_others`])."""
@@ -511,9 +509,10 @@ class HyperDFlashTrainer(Trainer):
                 f"`draft_vocab_size` is {count} and the training rows a {type(self._train_rows).__name__}: expected "
                 "at least 1 and a dataset of known length, whose tokens are counted."
             )
-        ids = frequent_tokens(self._train_rows, count, self.drafter_config.vocab_size)
+        counts = count_tokens(self._train_rows, self.drafter_config.vocab_size)
+        most_first = counts.sort(descending=True, stable=True).indices  # of equally frequent ones the first
         drafter: Any = self.model
-        (drafter.draft_others if size else drafter.draft_only)(self.objective.target, ids)
+        (drafter.draft_others if size else drafter.draft_only)(self.objective.target, most_first[:count].sort().values)
 
     def leave_group(self) -> None:
         """Leave the process group of the training. Call it last, before the process ends: else the threads of torch's

@@ -22,8 +22,8 @@ class Sample:
         self._parts: deque[tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]] = deque()
 
     def add(self, residual: torch.Tensor, positions: torch.Tensor, following: torch.Tensor, is_written: bool) -> None:
-        """Append tokens: residual `[1, new, streams, config.hidden_size]` of `layer_ids`, position ids without padding,
-        the token after each, and whether the target wrote them; else they belong to the prompt."""
+        """Append tokens: residual `[1, new, streams, config.hidden_size]` of `layer_ids`, position ids without
+        padding, the token after each, and whether the target wrote them; else they belong to the prompt."""
         room = max(1, self.most_bytes // max(1, residual[0, 0].nbytes))  # of a long prompt
         part = residual[0, -room:], positions[0, -room:], following[0, -room:]
         self._parts.append((*part, is_written))

@@ -24,8 +24,8 @@ def sample_anchors(
     candidates: torch.Tensor, num_anchors: int | None = None, seeds: Sequence[int] = ()
 ) -> torch.Tensor:
     """Draw at most `num_anchors` anchors from the candidates of each row, without replacement, by its seed of
-    [`anchor_seeds`], whatever the rest of the batch and the padding; without `seeds`, return all of them. The result is
-    `[batch, anchors]`, ascending; -1 where a row has fewer than another, and at least one."""
+    [`anchor_seeds`], whatever the rest of the batch and the padding; without `seeds`, return all of them. The result
+    is `[batch, anchors]`, ascending; -1 where a row has fewer than another, and at least one."""
     drawn = [row.nonzero().flatten() for row in candidates]
     for i, seed in enumerate(seeds):
         order = torch.randperm(len(drawn[i]), generator=torch.Generator().manual_seed(seed))

@@ -256,10 +256,6 @@ def _checked_list(given: Json, kind: type = object) -> list[Any]:
 def _from_sharegpt(turn: Json) -> Message:
     if not isinstance(turn, Mapping):
         raise ValueError(f"A turn of a conversation is {turn!r}, expected `from` and `value`.")
-    message: Message = {
-        name: value for name, value in turn.items() if name not in ("from", "value") and value is not None
-    }
-    for name, sharegpt_name in (("role", "from"), ("content", "value")):
-        if turn.get(sharegpt_name) is not None:
-            message[name] = turn[sharegpt_name]
-    return message
+    message = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
+    named = (("role", turn.get("from")), ("content", turn.get("value")))
+    return message | {name: value for name, value in named if value is not None}

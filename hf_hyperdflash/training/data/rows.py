@@ -211,8 +211,8 @@ def truncate(input_ids: list[int], loss_mask: list[int], max_length: int) -> tup
 
 
 def pack(lengths: list[int], max_length: int) -> list[list[int]]:
-    """Distribute whole documents over rows of at most `max_length` tokens: best fit, longest documents first. Return of
-    each row the indices of its documents, ascending; rows in the order of their first document."""
+    """Distribute whole documents over rows of at most `max_length` tokens: best fit, longest documents first. Return
+    of each row the indices of its documents, ascending; rows in the order of their first document."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # tokens left and row, fullest rows first
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -226,12 +226,6 @@ def pack(lengths: list[int], max_length: int) -> list[list[int]]:
     return sorted(sorted(row) for row in rows)
 
 
-def frequent_tokens(rows: Iterable[Mapping[str, Any]], count: int, vocab_size: int) -> torch.Tensor:
-    """Return the most frequent tokens of supervised text of rows as [`prepare_dataset`] returns them, `[count]`,
-    ascending; of equally frequent ones the first."""
-    return count_tokens(rows, vocab_size).sort(descending=True, stable=True).indices[:count].sort().values
-
-
 def count_tokens(rows: Iterable[Mapping[str, Any]], vocab_size: int) -> torch.Tensor:
     """Return how often supervised text has each token, `[vocab_size]`, of rows as [`prepare_dataset`] returns them."""
     seen = torch.zeros(vocab_size, dtype=torch.long)
@@ -241,12 +235,6 @@ def count_tokens(rows: Iterable[Mapping[str, Any]], vocab_size: int) -> torch.Te
     return seen
 
 
-def covering_size(counts: torch.Tensor, share: float) -> int:
-    """Return how many of the most frequent tokens make up a share of a text, by [`count_tokens`]."""
-    most_first = counts.sort(descending=True).values.cumsum(0)
-    return min(int((most_first < share * int(counts.sum())).sum()) + 1, len(counts))
-
-
 def prepare_dataset(
     dataset: Dataset | IterableDataset | list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase | None,
@@ -254,7 +242,6 @@ def prepare_dataset(
     max_length: int,
     packing: bool = False,
     vocab_size: int | None = None,
-    num_proc: int | None = None,
     positions: int | None = None,
     end_ids: Collection[int] | None = None,
 ) -> Dataset | IterableDataset:
@@ -293,19 +280,13 @@ def prepare_dataset(
         chat_template_of(tokenizer)  # says that there is none, which is no row's fault
     features = Features({name: Sequence(Value("int32")) for name in _COLUMNS})
     with_notes = Features({**features, _NOTES: Sequence(Value("string")), _POSITION: Value("string")})
-    how: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "max_length": max_length,
-        "vocab_size": vocab_size,
-        "end_ids": end_ids,
-    }
-    processes = {} if streaming else {"num_proc": num_proc}
+    how: dict[str, Any] = dict(tokenizer=tokenizer, max_length=max_length, vocab_size=vocab_size, end_ids=end_ids)
     if isinstance(dataset, list):  # one by one: a column of Arrow has one type, and rows of a list may have several
         encoded = [_encode_row(row, number, **how) for number, row in enumerate(dataset)]
         documents = Dataset.from_list(encoded, features=with_notes)
     else:
         documents = dataset.with_format(None).map(
-            _encode_row, with_indices=True, fn_kwargs=how, remove_columns=columns, features=with_notes, **processes
+            _encode_row, with_indices=True, fn_kwargs=how, remove_columns=columns, features=with_notes
         )
     report = _Report(max_length, positions)
     if streaming:
@@ -318,16 +299,18 @@ def prepare_dataset(
             raise first.nothing_left(f"the first {_FIRST_ROWS:,} rows", columns)
         rows = documents.filter(report.count_and_check, input_columns=[_NOTES, _POSITION])
     else:
-        rows = documents.filter(_is_usable, input_columns=[_NOTES], num_proc=num_proc)
+        rows = documents.filter(_is_usable, input_columns=[_NOTES])
         for notes, position in zip(documents[_NOTES], documents[_POSITION]):
             report.add(notes, position)
         if not len(rows):
             raise report.nothing_left(f"{len(documents)} rows", columns)
-        report.log_all()
+        reasons = sorted(report.why, key=lambda reason: -report.count[reason])
+        for name in dict.fromkeys([*reasons, *LOG_LINES]):
+            report.log(name)
     rows = rows.remove_columns([_NOTES, _POSITION])
     if not packing:
         return rows
-    return rows.map(_pack_rows, batched=True, fn_kwargs={"max_length": max_length}, features=features, **processes)
+    return rows.map(_pack_rows, batched=True, fn_kwargs={"max_length": max_length}, features=features)
 
 
 def _encode_row(
@@ -439,11 +422,6 @@ class _Report:
             if self.count[name].bit_count() == 1:
                 self.log(name)
         return _is_usable(notes)
-
-    def log_all(self) -> None:
-        reasons = sorted(self.why, key=lambda reason: -self.count[reason])
-        for name in dict.fromkeys([*reasons, *LOG_LINES]):
-            self.log(name)
 
     def log(self, name: str) -> None:
         if self.count[name]:

@@ -102,8 +102,8 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self.target_layer_ids: Sequence[int] = self.identity["target_layer_ids"]
 
     def select_layers(self, target_layer_ids: Sequence[int]) -> FeatureCache:
-        """Return the same cache with items that have the streams of these layers only, or raise a `ValueError` if one of
-        them is not stored."""
+        """Return the same cache with items that have the streams of these layers only, or raise a `ValueError` if one
+        of them is not stored."""
         _check_identity(self.directory, self.identity, {"target_layer_ids": target_layer_ids})
         chosen = copy.copy(self)
         chosen.target_layer_ids = list(target_layer_ids)
@@ -222,7 +222,7 @@ class _Writer:
         self.lengths, self.digests = list[int](), list[str]()
         for i in range(len(self.rows)):
             row = self._read_columns(i)
-            _check_row(i, row, target_of(target).config.vocab_size)
+            _check_row(i, row, target_of(self.target).config.vocab_size)
             self.lengths.append(len(row["input_ids"]))
             columns = b"".join(column.numpy().tobytes() for column in row.values())
             self.digests.append(hashlib.sha256(columns).hexdigest())

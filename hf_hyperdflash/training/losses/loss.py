@@ -279,7 +279,7 @@ class Targets(NamedTuple):
     kl_weights: torch.Tensor  # `[m]`
     tv_weights: torch.Tensor | None  # `[n]`, or `None` to compute no total variation
     candidates: torch.Tensor | None = None  # `[n, candidates]`, the tokens that drafts are chosen among, if not all
-    draft_ids: torch.Tensor | None = None  # `[config.draft_vocab_size]`, the draft vocabulary, if it is not the target's
+    draft_ids: torch.Tensor | None = None  # `[config.draft_vocab_size]`, if it is not the target's vocabulary
 
 
 class ChunkLoss(NamedTuple):

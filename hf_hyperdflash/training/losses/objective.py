@@ -30,8 +30,8 @@ Batch = dict[str, torch.Tensor]
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> Batch:
-    """Pad rows of `input_ids`, `loss_mask`, `position_ids` and, from a feature cache, `residual` on the right. Position
-    ids go on counting in the padding, which so belongs to the last document."""
+    """Pad rows of `input_ids`, `loss_mask`, `position_ids` and, from a feature cache, `residual` on the right.
+    Position ids go on counting in the padding, which so belongs to the last document."""
     names = [name for name in ("input_ids", "loss_mask", "position_ids", "residual") if name in rows[0]]
     columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in names}
     batch: Batch = {name: nn.utils.rnn.pad_sequence(values, batch_first=True) for name, values in columns.items()}
@@ -75,9 +75,9 @@ class BlockObjective:
     """The objective of drafters whose blocks do not depend on each other.
 
     Training calls [`add_anchors`] and [`step`], and judges by [`walk`]. A batch is one of [`collate`] with the
-    residual, `[batch, seq, streams, config.target_hidden_size]` of `layer_ids`. The drafter may be wrapped by PEFT: its
-    configuration and vocabulary are read. A weight of `terms` is 0 where the drafter does not have the part that the
-    term trains.
+    residual, `[batch, seq, streams, config.target_hidden_size]` of `layer_ids`. The drafter may be wrapped by PEFT:
+    its configuration and vocabulary are read. A weight of `terms` is 0 where the drafter does not have the part that
+    the term trains.
     """
 
     weights_kl: ClassVar[bool] = False  # whether the weights of draft positions are the KL's, too
@@ -85,8 +85,8 @@ class BlockObjective:
     def __init__(self, drafter: Any, target: Target, args: LossSettings) -> None:
         if args.kl_teacher == "mean_pool" and target.norm is None:
             raise ValueError(
-                f"`kl_teacher` is 'mean_pool', but a {target.config.model_type} target has no norm after its collapse. "
-                "Use 'hc_head'."
+                f"`kl_teacher` is 'mean_pool', but a {target.config.model_type} target has no norm after its "
+                "collapse. Use 'hc_head'."
             )
         config = drafter.config
         self.drafter, self.config, self.target, self.args = drafter, config, target, args
@@ -194,9 +194,9 @@ class BlockObjective:
         it were right, and drafts after a wrong one never count. So predictions are those of greedy drafting wherever
         they matter."""
         config, anchors = self.config, batch["anchors"]
-        first, size = anchors.clamp(min=0), config.block_size
-        anchor_ids, anchor_positions = (batch[name].gather(1, first) for name in ("input_ids", "position_ids"))
-        tokens, positions = block_inputs(anchor_ids, anchor_positions, size, config.mask_token_id)
+        first = anchors.clamp(min=0)
+        at = batch["input_ids"].gather(1, first), batch["position_ids"].gather(1, first)
+        tokens, positions = block_inputs(*at, config.block_size, config.mask_token_id)
         previous = previous_tokens(batch["input_ids"], anchors, config.max_draft_tokens)
         head = HEADS.get(config.sequential_head)
         with torch.no_grad():

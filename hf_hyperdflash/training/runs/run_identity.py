@@ -18,8 +18,8 @@ _SETTINGS = ("recipe", *next(iter(RECIPES.values())), "kl_temperature", "kl_teac
 
 
 def run_identity(trainer: Any) -> Identity:
-    """Return what a checkpoint of a [`HyperDFlashTrainer`] records of its run. The number format may round the target's
-    weights."""
+    """Return what a checkpoint of a [`HyperDFlashTrainer`] records of its run. The number format may round the
+    target's weights."""
     args, config = trainer.args, trainer.drafter_config
     identity = {
         "data": trainer.data_digest,

@@ -76,11 +76,10 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             it is no target.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel) -> None:
-        self._open(_folder(directory), _describe_target(target))
-
-    def _open(self, directory: Path, target: Identity) -> None:
-        self.directory = directory
+    def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel | Identity) -> None:
+        """The target may be its description, which takes time: every weight is read."""
+        directory = self.directory = _folder(directory)
+        target = target if isinstance(target, dict) else _describe_target(target)
         lists = _read_lists(directory)
         if not lists:
             raise ValueError(f"No feature cache in {directory}: write one with `FeatureCache.write`.")
@@ -124,20 +123,12 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     ) -> FeatureCache:
         """Write the residual of all rows, continue an interrupted call, or open a complete cache.
 
-        Prints the size before it writes. An interrupted call, repeated with the same arguments, goes on after the
-        parts that it wrote, and ends in the same bytes as an uninterrupted one. Parts of some of the rows that are
-        there already are used, and a cache with more layers is opened for the given ones.
-
-        Args:
-            directory: Created if missing.
-            rows: Map-style dataset, one row per training sequence: `input_ids`, `loss_mask` (0 or 1) and
-                `position_ids` (counting from 0 in every packed document), lists of integers of one length.
-            target: The target, in eval mode.
-            dtype: `"float32"`, `"bfloat16"`, or `"float8"`: e4m3 with a float32 scale per token and stream.
-            target_layer_ids: Layers whose streams are stored, as in [`capture_residual`].
-            tokenizer: What the rows were tokenized with; it is recorded, and compared where both are known.
-            batch_size: Documents per forward of the target.
-            shard_size: Bytes after which a new part begins; about twice as much memory is used.
+        Rows are map-style, one per training sequence: `input_ids`, `loss_mask` (0 or 1) and `position_ids` (counting
+        from 0 in every packed document), lists of integers of one length. `"float8"` is e4m3 with a float32 scale per
+        token and stream. The size is printed before anything is written. An interrupted call, repeated with the same
+        arguments, goes on after the parts that it wrote, and ends in the same bytes as an uninterrupted one. Parts of
+        some of the rows that are there already are used, and a cache with more layers is opened for the given ones. A
+        new part begins after `shard_size` bytes; about twice as much memory is used.
 
         Raises:
             ValueError: If the rows are malformed, the disk is too small, the residual is not finite, the directory
@@ -164,9 +155,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             path.mkdir(parents=True, exist_ok=True)
             with only_writer(path / "features"):
                 writer.complete()
-        cache = cls.__new__(cls)
-        cache._open(path, identity["target"])  # to compute it may read the target from disk, so it is reused
-        return cache.select_layers(target_layer_ids)
+        return cls(path, identity["target"]).select_layers(target_layer_ids)
 
     def __len__(self) -> int:
         return self._first_rows[-1]
@@ -222,7 +211,6 @@ class _Writer:
         self.lengths, self.digests = list[int](), list[str]()
         for i in range(len(self.rows)):
             row = self._read_columns(i)
-            _check_row(i, row, target_of(self.target).config.vocab_size)
             self.lengths.append(len(row["input_ids"]))
             columns = b"".join(column.numpy().tobytes() for column in row.values())
             self.digests.append(hashlib.sha256(columns).hexdigest())
@@ -251,7 +239,26 @@ class _Writer:
             raise ValueError(
                 f"Row {i} has the columns {sorted(row)}, {sorted(missing)} are missing. Tokenize the dataset first."
             )
-        return {name: torch.tensor(row[name], dtype=torch.long) for name in _COLUMNS}
+        columns = {name: torch.tensor(row[name], dtype=torch.long) for name in _COLUMNS}
+        vocab_size = target_of(self.target).config.vocab_size
+        ids, mask, positions = columns.values()
+        if not (ids.shape == mask.shape == positions.shape == (ids.numel(),)) or not ids.numel():
+            raise ValueError(
+                f"Row {i} has columns of the shapes { {name: list(value.shape) for name, value in columns.items()} }: "
+                "expected lists of one length, at least 1."
+            )
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise ValueError(
+                f"Row {i} has token ids from {ids.min()} to {ids.max()}, outside the target's vocabulary of "
+                f"{vocab_size}. Tokenize with the target's own tokenizer."
+            )
+        if mask.min() < 0 or mask.max() > 1:
+            raise ValueError(
+                f"Row {i} has a `loss_mask` with values from {mask.min()} to {mask.max()}: expected 0 and 1."
+            )
+        if positions[0] != 0 or ((positions[1:] != 0) & (positions[1:] != positions[:-1] + 1)).any():
+            raise ValueError(f"The `position_ids` of row {i} do not count 0, 1, 2, .. in each of its documents.")
+        return columns
 
     def _group(self, known: set[Part]) -> list[Part]:
         """Group the rows: as known parts have them, else up to `shard_size` bytes a group; a longer row gets its
@@ -390,24 +397,6 @@ def _size(identity: Identity, rows: int, tokens: int) -> int:
         per_stream += torch.float32.itemsize  # its scale
     per_token = len(identity["target_layer_ids"]) * identity["hc_mult"] * per_stream
     return tokens * (per_token + sum(kind.itemsize for kind in _COLUMNS.values())) + rows * torch.int64.itemsize
-
-
-def _check_row(i: int, row: dict[str, torch.Tensor], vocab_size: int) -> None:
-    ids, mask, positions = row.values()
-    if not (ids.shape == mask.shape == positions.shape == (ids.numel(),)) or not ids.numel():
-        raise ValueError(
-            f"Row {i} has columns of the shapes { {name: list(value.shape) for name, value in row.items()} }: "
-            "expected lists of one length, at least 1."
-        )
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise ValueError(
-            f"Row {i} has token ids from {ids.min()} to {ids.max()}, outside the target's vocabulary of {vocab_size}. "
-            "Tokenize with the target's own tokenizer."
-        )
-    if mask.min() < 0 or mask.max() > 1:
-        raise ValueError(f"Row {i} has a `loss_mask` with values from {mask.min()} to {mask.max()}: expected 0 and 1.")
-    if positions[0] != 0 or ((positions[1:] != 0) & (positions[1:] != positions[:-1] + 1)).any():
-        raise ValueError(f"The `position_ids` of row {i} do not count 0, 1, 2, .. in each of its documents.")
 
 
 def _human(size: float) -> str:

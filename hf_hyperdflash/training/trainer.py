@@ -123,7 +123,7 @@ class HyperDFlashTrainer(Trainer):
         _check_trainable(config, args, processing_class, drafter=model, target=target)
         if args.feature_source == "online":
             seen.check_computes()
-        self.objective: BlockObjective = make_objective(model, seen, args)
+        self.objective: BlockObjective = make_objective(model, seen, args, args.seed)
         self.target = target.eval().requires_grad_(False)
         if getattr(config, "own_embedding", False):
             cast(Any, model).embed_tokens.requires_grad_(False)  # it is a target's, as EAGLE-3's is

@@ -17,7 +17,7 @@ from ...drafters.parts.heads import HEADS
 from ...drafters.unrolled.drafter import UnrolledDrafter
 from ...targets.registry import target_of
 from ..data.blocks import expected_rounds, sample_anchors
-from ..losses.objective import Batch, LossSettings, collate
+from ..losses.objective import Batch, collate
 from ..losses.unrolled import make_objective
 from .configuration import AdaptationConfig
 
@@ -38,7 +38,7 @@ class Learner:
             )
         seen = target_of(target)
         drafter.check_trainable(seen)
-        self.config, self.objective = config, make_objective(drafter, seen, cast(LossSettings, config))
+        self.config, self.objective = config, make_objective(drafter, seen, config.loss, config.seed)
         self.layer_ids, self.steps_taken = self.objective.layer_ids, 0
         self.copy: nn.Module = copy.deepcopy(drafter).float().requires_grad_(False)
         everything = [name for name, _ in self.copy.named_parameters()]

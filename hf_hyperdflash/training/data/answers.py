@@ -201,9 +201,14 @@ class WrittenAnswers:
         unfinished = self.beside.with_name(f"{self.beside.name}.tmp")  # a kill leaves the settings whole
         unfinished.write_text(json.dumps(self.settings, indent=1))
         os.replace(unfinished, self.beside)
+        # Conversations that share batches: single turns; longer ones with neighbours in length.
+        single, several = ([c for c in asked if c.has_several == wanted] for wanted in (False, True))
+        chunks = [piece for group in _groups(single, target) for piece in _pieces(group, how.batch_size)]
+        chunks += _pieces(sorted(several, key=lambda c: len(c.ids)), CHUNK * how.batch_size)
+        random.Random(how.seed).shuffle(chunks)  # a run that is stopped early has seen prompts of all kinds
         bar = {"total": len(asked), "initial": len(asked) - len(waiting), "smoothing": 0}  # its end by the mean
         with self.path.open("a") as file, tqdm(**bar, desc="answering", unit="prompt") as progress:
-            for chunk in _chunks(asked, target, how):
+            for chunk in chunks:
                 for over in self._answered(target, tokenizer, chunk, how):
                     new = [conversation for conversation in over if conversation.prompt_id in waiting]
                     file.writelines(json.dumps(conversation.row()) + "\n" for conversation in new)
@@ -255,17 +260,6 @@ def _groups(conversations: list[Conversation], target: PreTrainedModel) -> list[
 
 def _pieces(conversations: list[Conversation], size: int) -> list[list[Conversation]]:
     return [conversations[first : first + size] for first in range(0, len(conversations), size)]
-
-
-def _chunks(
-    conversations: list[Conversation], target: PreTrainedModel, how: AnswerSettings
-) -> list[list[Conversation]]:
-    """Return conversations that share batches: single turns; longer ones with neighbours in length."""
-    single, several = ([c for c in conversations if c.has_several == wanted] for wanted in (False, True))
-    chunks = [piece for group in _groups(single, target) for piece in _pieces(group, how.batch_size)]
-    chunks += _pieces(sorted(several, key=lambda c: len(c.ids)), CHUNK * how.batch_size)
-    random.Random(how.seed).shuffle(chunks)  # a run that is stopped early has seen prompts of all kinds
-    return chunks
 
 
 def answer_batch(

@@ -75,8 +75,16 @@ def encode_with_notes(
     if spans:
         text, spans = _with_ends(tokenizer, text, spans, messages[-1], tools, end_ids)
     if truncated and spans and found[-1] is not None and messages[-1]["role"] == "assistant":
-        located = len(spans)
-        text, spans = _cut_after_answer(text, spans, messages[-1])
+        # The text ends after the words of the last answer. If they are not found, that is not supervised.
+        located, answer = len(spans), messages[-1].get("content") or messages[-1].get("reasoning_content") or ""
+        for words in (answer, answer.strip()):
+            first = text.rfind(words) if words else -1
+            cut = first + len(words)
+            if any(start <= first and cut <= end for start, end in spans):
+                text, spans = text[:cut], [(start, min(end, cut)) for start, end in spans if start < cut]
+                break
+        else:
+            spans = spans[:-1]
         notes += ["uncut"] * (located - len(spans))
     ids, mask, joined = _tokens(tokenizer, text, spans)
     return ids, mask, notes + ["joined"] * joined
@@ -311,17 +319,6 @@ def _spans_by_prefix(
     return text, spans, reasons
 
 
-def _cut_after_answer(text: str, spans: Spans, message: Message) -> tuple[str, Spans]:
-    """Cut the conversation after the words of its last answer. If they are not found, the answer is not supervised."""
-    answer = message.get("content") or message.get("reasoning_content") or ""
-    for words in (answer, answer.strip()):
-        first = text.rfind(words) if words else -1
-        end = first + len(words)
-        if any(start <= first and end <= stop for start, stop in spans):
-            return text[:end], [(start, min(stop, end)) for start, stop in spans if start < end]
-    return text, spans[:-1]
-
-
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     rows: Iterable[Mapping[str, Any]],
@@ -343,9 +340,15 @@ def encode_prompts(
             raise ValueError(f'Row {number} (the first is 0) is {row!r}, expected a row like {{"turns": ["..."]}}.')
         try:
             with locating_errors(row, number):
-                text = render(
-                    tokenizer, _without_last_answer(to_messages(row)), read_tools(row), thinking, prompt=True
-                )
+                messages = to_messages(row)
+                roles = [message["role"] for message in messages]
+                while roles and roles[-1] == "assistant":
+                    roles.pop()
+                while roles[-2:] == ["user", "user"]:
+                    roles.pop()
+                if not roles:
+                    raise ValueError("The conversation asks nothing: expected a message before the answer.")
+                text = render(tokenizer, messages[: len(roles)], read_tools(row), thinking, prompt=True)
         except ValueError as error:
             if at_most is None:
                 raise
@@ -355,14 +358,3 @@ def encode_prompts(
     if refused and not prompts:
         raise refused
     return prompts
-
-
-def _without_last_answer(messages: list[Message]) -> list[Message]:
-    roles = [message["role"] for message in messages]
-    while roles and roles[-1] == "assistant":
-        roles.pop()
-    while roles[-2:] == ["user", "user"]:
-        roles.pop()
-    if not roles:
-        raise ValueError("The conversation asks nothing: expected a message before the answer.")
-    return messages[: len(roles)]

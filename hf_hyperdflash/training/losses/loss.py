@@ -12,7 +12,7 @@ nothing, unlike with checkpointing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -177,7 +177,14 @@ def drafter_loss(
     blind_gradient = torch.zeros_like(blind) if blind is not None and needs_gradient and terms.blind_weight else None
     predictions, acceptance = torch.full_like(labels, -1), torch.zeros_like(labels, dtype=unit.dtype)
     cross_entropy = kl = tv = blind_cross_entropy = torch.zeros_like(unit)
-    for block, draft, distilled in _labelled_chunks(labels, positions, terms.chunk_size):
+    # Of the labelled positions of a chunk the distilled ones come first. The indices are on the CPU, so that no chunk
+    # waits for a GPU.
+    for chunk in (labels != IGNORE_INDEX).cpu().nonzero().split(terms.chunk_size):
+        if not len(chunk):
+            break
+        is_distilled = chunk[:, 1] < positions
+        block, draft = torch.cat([chunk[is_distilled], chunk[~is_distilled]]).unbind(1)
+        distilled = int(is_distilled.sum())
         rows = slice(None if covers_all else distilled)
         chunk_scale, chunk_kl_scale = scale[draft], kl_scale[draft[:distilled]]
         targets = Targets(
@@ -255,19 +262,6 @@ class _PrecomputedGradients(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         unit, *gradients = ctx.saved_tensors
         return None, None, None, *(gradient * (upstream * unit) for gradient in gradients)
-
-
-def _labelled_chunks(
-    labels: torch.Tensor, positions: int, chunk_size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Yield block and draft index of the labelled positions, up to `chunk_size` at a time. Those among the first
-    `positions` draft positions come first; their number is yielded, too. The indices are on the CPU, so that no chunk
-    waits for a GPU."""
-    for chunk in (labels != IGNORE_INDEX).cpu().nonzero().split(chunk_size):
-        is_distilled = chunk[:, 1] < positions
-        block, draft = torch.cat([chunk[is_distilled], chunk[~is_distilled]]).unbind(1)
-        if len(chunk):
-            yield block, draft, int(is_distilled.sum())
 
 
 class Targets(NamedTuple):

@@ -6,7 +6,7 @@ The trainer and learning while serving share it. It has no process group, no opt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from ...drafters.parts.layers import block_inputs
 from ...targets.target import Target, computable
 from ..arguments import LOSS_WEIGHTS
 from ..data.blocks import anchor_candidates, anchor_seeds, block_labels, block_masks, previous_tokens, sample_anchors
+from ..flags import TrainingFlags
 from .loss import (
     IGNORE_INDEX,
     DrafterLoss,
@@ -41,25 +42,6 @@ def collate(rows: Sequence[dict[str, Any]]) -> Batch:
     return batch
 
 
-class LossSettings(Protocol):
-    """What an objective reads of the arguments of a training, or of learning while serving."""
-
-    ce_weight: float | None
-    kl_weight: float | None
-    kl_positions: int | None
-    kl_temperature: float
-    kl_teacher: str
-    tv_weight: float | None
-    confidence_weight: float | None
-    blind_weight: float | None
-    rank_weight: float | None
-    loss_decay: float | None
-    valid_prefix: bool | None
-    num_anchors: int
-    loss_chunk_size: int
-    seed: int
-
-
 class Walk(NamedTuple):
     """Drafts at many anchors of rows of text, each after the text's own tokens: the rounds of generation are among
     them, if the target wrote the text."""
@@ -82,14 +64,14 @@ class BlockObjective:
 
     weights_kl: ClassVar[bool] = False  # whether the weights of draft positions are the KL's, too
 
-    def __init__(self, drafter: Any, target: Target, args: LossSettings) -> None:
+    def __init__(self, drafter: Any, target: Target, args: TrainingFlags, seed: int = 42) -> None:
         if args.kl_teacher == "mean_pool" and target.norm is None:
             raise ValueError(
                 f"`kl_teacher` is 'mean_pool', but a {target.config.model_type} target has no norm after its "
                 "collapse. Use 'hc_head'."
             )
         config = drafter.config
-        self.drafter, self.config, self.target, self.args = drafter, config, target, args
+        self.drafter, self.config, self.target, self.args, self.seed = drafter, config, target, args, seed
         read = list(drafter.layers_read(target))
         self.layer_ids = read if read[-1] == -1 else [*read, -1]  # the teacher reads the last one
         self.selects_candidates = config.sequential_head in HEADS and bool(config.head_candidates)
@@ -120,7 +102,7 @@ class BlockObjective:
 
     def add_anchors(self, batch: Batch, step: int) -> None:
         """Add `anchors`, `steps` and `labels` to a batch of [`collate`], as they are drawn for an optimizer step."""
-        seeds = anchor_seeds(batch["input_ids"], batch["loss_mask"], self.args.seed, step)
+        seeds = anchor_seeds(batch["input_ids"], batch["loss_mask"], self.seed, step)
         anchors, steps = sample_anchors(self.candidates(batch), self.args.num_anchors, seeds), self.steps(step)
         following = self._following(batch, anchors, int(steps.max()) + 1)
         labels = following[:, :, steps.to(following.device)].contiguous()

@@ -121,6 +121,19 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
                     f"install it, or choose {', '.join(sorted(['none', *installed]))}."
                 )
 
+    def check_heads(self, confidence_head: bool, chooses_candidates: bool) -> None:
+        """Raise a `ValueError` if a user set the weight of a term that trains what a drafter does not have."""
+        heads = (
+            ("confidence_weight", confidence_head, "confidence head", "`--confidence_head`"),
+            ("blind_weight", chooses_candidates, "head that chooses among candidates", "`--sequential_head`"),
+        )
+        for name, is_there, head, flag in heads:
+            if getattr(self, name) and name in self.set_by_user and not is_there:
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)}, but the drafter has no {head}: leave it out, or make the "
+                    f"drafter with one ({flag})."
+                )
+
     def _check_choice(self, name: str) -> None:
         allowed = self.__dataclass_fields__[name].metadata["choices"]
         if getattr(self, name) not in allowed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
 from ..hub.kinds import KINDS
@@ -13,22 +13,13 @@ from ..hub.kinds import KINDS
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Defaults of a stage of the paper's recipe (section 3.1), for both kinds of arguments."""
-
-    dataset: list[str]
-    rows: int
-    learning_rate: float
-    num_train_epochs: int = 5
-    per_device_train_batch_size: int = 4
-    lr_scheduler_type: str = "cosine"
-    warmup_steps: float = 0.04
-
-
-STAGES = {
-    1: Stage(["zhaode/EagleChat"], rows=300_000, learning_rate=8e-4),
-    2: Stage(["theblackcat102/evol-codealpaca-v1"], rows=150_000, learning_rate=1e-4),
+# Defaults of the paper's recipe (section 3.1), for both kinds of arguments: of both stages, and of each.
+_BOTH_STAGES: dict[str, Any] = {
+    "num_train_epochs": 5, "per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "warmup_steps": 0.04,
+}  # fmt: skip
+STAGES: dict[int, dict[str, Any]] = {
+    1: {"dataset": ["zhaode/EagleChat"], "rows": 300_000, "learning_rate": 8e-4, **_BOTH_STAGES},
+    2: {"dataset": ["theblackcat102/evol-codealpaca-v1"], "rows": 150_000, "learning_rate": 1e-4, **_BOTH_STAGES},
 }
 _TRAINED = {kind.model_type: kind.train_flags for kind in KINDS if kind.train_flags is not None}
 _TYPES = list(_TRAINED)
@@ -263,14 +254,13 @@ def help_text(prog: str) -> str:
     transformers' own."""
     parts = [INTRODUCTION.format(prog=prog), "", "The run:", *map(_entry, fields(ScriptArguments))]
     parts += ["", "Training a drafter:", *map(_entry, fields(TrainingFlags))]
-    of_both = [part for part in fields(Stage) if part.default is not MISSING]
-    set_here = "\n".join(f"  --{part.name} {part.default}" for part in of_both)
+    set_here = "\n".join(f"  --{name} {default}" for name, default in _BOTH_STAGES.items())
     return "\n".join([*parts, "", THEIRS.format(set_here=set_here)])
 
 
 def _entry(flag: Field[object]) -> str:
     """Return the lines of a flag in the help."""
-    first, second = (getattr(stage, flag.name, None) for stage in STAGES.values())
+    first, second = (stage.get(flag.name) for stage in STAGES.values())
     shown = _shown(flag.default if first is None else first)
     if second != first:
         shown += f" (stage 2: {_shown(second)})"

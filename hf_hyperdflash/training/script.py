@@ -92,7 +92,7 @@ def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentPa
     parser.set_defaults(disable_tqdm=not sys.stderr.isatty())
     parser._negative_number_matcher = _NEGATIVE
     if defaults := STAGES.get(stage.parse_known_args(argv)[0].stage):
-        parser.set_defaults(**vars(defaults))
+        parser.set_defaults(**defaults)
     return parser
 
 
@@ -115,14 +115,9 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
             f"`--max_length` is {args.max_length}, expected more than `--num_draft_tokens`, {drafts}: a block has an "
             "anchor before them."
         )
-    makes_no_confidence_head = "confidence_head" not in own or (not script.drafter and not script.confidence_head)
-    if args.confidence_weight and "confidence_weight" in args.set_by_user and makes_no_confidence_head:
-        raise ValueError("`--confidence_weight` is for a confidence head: add `--confidence_head`, or leave it out.")
-    makes_no_head = not script.drafter and script.sequential_head in (None, "none")
-    if args.blind_weight and "blind_weight" in args.set_by_user and makes_no_head:
-        raise ValueError(
-            "`--blind_weight` is for a head that chooses among candidates: add `--sequential_head`, or leave it out."
-        )
+    makes_confidence_head = "confidence_head" in own and (bool(script.drafter) or script.confidence_head)
+    makes_head = bool(script.drafter) or script.sequential_head not in (None, "none")
+    args.check_heads(makes_confidence_head, makes_head)
     if script.streaming and args.max_steps <= 0:
         raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
     folder = Path(str(args.output_dir)).absolute()

@@ -563,16 +563,7 @@ def _check_trainable(
 ) -> None:
     """Refuse settings that do not fit the drafter, and weights that are not finite, which would look like
     divergence."""
-    if args.confidence_weight and "confidence_weight" in args.set_by_user and not config.confidence_head:
-        raise ValueError(
-            f"`confidence_weight` is {args.confidence_weight}, but the drafter has no confidence head: leave it out, "
-            "or make the drafter with `confidence_head=True` (`--confidence_head`)."
-        )
-    if args.blind_weight and "blind_weight" in args.set_by_user and not config.head_candidates:
-        raise ValueError(
-            f"`blind_weight` is {args.blind_weight}, but the drafter has no head that chooses among candidates: leave "
-            "it out, or make the drafter with a `sequential_head` and `head_candidates`."
-        )
+    args.check_heads(config.confidence_head, bool(config.head_candidates))
     if is_deepspeed_zero3_enabled() and (config.draft_vocab_size or config.sequential_head not in ("none", "state")):
         raise ValueError(
             f"The drafter's `sequential_head` is {config.sequential_head!r} and its `draft_vocab_size` "

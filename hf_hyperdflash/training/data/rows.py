@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import logging
 import os
@@ -92,16 +91,15 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
 
     suffix = os.path.splitext(source)[1].lower()
     if os.path.exists(source):
-        with _explaining_read_errors(source, suffix, streaming):
+        is_json = suffix in (".json", ".jsonl") and not os.path.isdir(source)
+        with _explaining_read_errors(source, is_json, streaming):
             if not os.path.isdir(source):
-                is_json = suffix in (".json", ".jsonl")
                 if is_json and streaming:
                     return IterableDataset.from_generator(read_rows, gen_kwargs={"path": source})
                 reader = "parquet" if suffix == ".parquet" else "json"
                 rows = load_dataset(reader, data_files=source, split="train", streaming=streaming)
-                mixed = (
-                    [name for name, feature in rows.features.items() if "Json(" in repr(feature)] if is_json else []
-                )
+                features = rows.features if is_json else {}
+                mixed = [name for name, feature in features.items() if "Json(" in repr(feature)]
                 if mixed and len(read := list(read_rows(source))) == len(rows):
                     for name in mixed:  # columns of several types, with the values of the file
                         rows = _json_column(rows, name, [row.get(name) for row in read])
@@ -165,19 +163,14 @@ def _json_column(rows: Dataset, name: str, values: Iterable[Any]) -> Dataset:
 
 
 @contextmanager
-def _explaining_read_errors(path: str, suffix: str, streaming: bool) -> Iterator[None]:
-    """Explain errors of `datasets` with the line of a JSON file. The first lines of a stream are checked at once."""
+def _explaining_read_errors(path: str, is_json: bool, streaming: bool) -> Iterator[None]:
+    """Explain errors of `datasets`, with the line of a JSON file. The first lines of a stream are checked at once."""
     from datasets.exceptions import DatasetsError
 
-    files = found = [path] if suffix in (".json", ".jsonl") else []
-    if os.path.isdir(path):
-        files = sorted(glob.glob(os.path.join(glob.escape(path), "*.jsonl")))
-        found = sorted(glob.glob(os.path.join(glob.escape(path), "**", "*.json*"), recursive=True))
-    for file in files if streaming else ():
-        deque(islice(read_rows(file), _FIRST_ROWS), maxlen=0)
-    for file in found:
-        if file.endswith((".json", ".jsonl")):
-            check_encoding(file)
+    if is_json and streaming:
+        deque(islice(read_rows(path), _FIRST_ROWS), maxlen=0)
+    if is_json:
+        check_encoding(path)
     reader = logging.getLogger("datasets.packaged_modules")
     level = reader.level
     reader.setLevel(logging.CRITICAL)  # its message says what is wrong, but not where
@@ -188,8 +181,8 @@ def _explaining_read_errors(path: str, suffix: str, streaming: bool) -> Iterator
             f"{path} has no dataset: expected .json, .jsonl or .parquet files, or what `save_to_disk` wrote."
         ) from error
     except (DatasetsError, StopIteration, ValueError) as error:
-        for file in files:
-            deque(read_rows(file), maxlen=0)  # raises with the line
+        if is_json:
+            deque(read_rows(path), maxlen=0)  # raises with the line
         if isinstance(error, ValueError):
             raise
         raise ValueError(

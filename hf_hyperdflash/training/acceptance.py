@@ -60,7 +60,8 @@ def measure_acceptance(
     total, seconds = SpeculationStats(), 0.0
     # One by one: parts of a model may have been in eval mode before.
     training = [module for model in (target, drafter) for module in model.modules() if module.training]
-    target.eval(), drafter.eval()
+    for model in (target, drafter):
+        model.eval()
     try:
         with bound(target):
             for _, _, record in run([method], prompts, max_new_tokens, desc="acceptance", disable_tqdm=disable_tqdm):

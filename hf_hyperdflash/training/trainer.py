@@ -38,7 +38,7 @@ from .data.rows import count_tokens, prepare_dataset
 from .features.capture import compute_residual
 from .features.fingerprint import short_fingerprint, target_fingerprint
 from .features.store import FeatureCache
-from .losses.loss import IGNORE_INDEX
+from .losses.loss import IGNORE_INDEX, DrafterLoss
 from .losses.objective import Batch, BlockObjective, collate
 from .losses.unrolled import make_objective
 from .runs.checkpoints import (
@@ -55,7 +55,7 @@ from .runs.run_identity import RUN_RECORD, Identity, check_same_run, data_digest
 logger = get_logger(__name__)  # of several processes the first logs
 
 _LIBRARIES = ("transformers.", "hf_hyperdflash.")  # their callbacks add no metrics, except `AcceptanceCallback`
-TERMS = ("cross_entropy", "kl", "tv", "confidence", "blind", "rank")
+TERMS = DrafterLoss._fields[1:7]
 
 
 class HyperDFlashTrainer(Trainer):
@@ -233,7 +233,7 @@ class HyperDFlashTrainer(Trainer):
         terms = self.objective.step(model, inputs, self._table(model), torch.as_tensor(num_items_in_batch))
         if not torch.isfinite(terms.loss):
             raise self._diverged(f"The loss is {terms.loss.item()}", inputs["residual"])
-        self._terms[:-1] += torch.stack([getattr(terms, name) for name in TERMS]).cpu()
+        self._terms[:-1] += torch.stack(terms[1:7]).cpu()
         loss = terms.loss * self.accelerator.num_processes  # gradients are averaged over processes: make it a sum
         return (loss, terms) if return_outputs else loss
 

@@ -57,17 +57,19 @@ class ReplayBuffer:
         self._rows: deque[Batch] = deque()
         self.held_out: list[Batch] = []
         self._times_held_out = 0
-        self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(values.nbytes for row in self._rows for values in row.values())
+
     def add(self, row: Batch) -> None:
         """Append a row, and drop the oldest rows if there are too many bytes."""
         self._rows.append(row)
-        self.nbytes += _size(row)
         while self.nbytes > self.most_bytes and len(self._rows) > 1:
-            self.nbytes -= _size(self._rows.popleft())
+            self._rows.popleft()
 
     def newest(self, count: int) -> list[Batch]:
         """Return the last rows."""
@@ -87,7 +89,6 @@ class ReplayBuffer:
         at = len(self._rows) - 1 - self._random.randrange(new)
         row = self._rows[at]
         del self._rows[at]
-        self.nbytes -= _size(row)
         self.held_out[place : place + 1] = [row]
         return new - 1
 
@@ -99,7 +100,3 @@ class ReplayBuffer:
         new_count = max(count - len(old_rows), (count + 1) // 2)
         drawn = self._random.sample(new_rows, min(new_count, len(new_rows)))
         return collate(drawn + self._random.sample(old_rows, min(count - len(drawn), len(old_rows))))
-
-
-def _size(row: Batch) -> int:
-    return sum(values.nbytes for values in row.values())

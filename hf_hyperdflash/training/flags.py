@@ -113,7 +113,7 @@ class ScriptArguments:
     overwrite_output_dir: bool = _flag(
         False, "begin anew where `--output_dir` holds an earlier run, and remove its checkpoints"
     )
-    dataset: list[str] | None = _flag(None, "files or Hub names of conversations")
+    dataset: list[str] | None = field(default=None, metadata={"help": "files or Hub names of conversations"})
     rows: int | None = _flag(None, "most rows of each dataset")
     streaming: bool = _flag(False, "read the dataset while training (needs --max_steps)")
     eval_dataset: str | None = _flag(None, "held-out rows; unset to split them off")
@@ -134,11 +134,13 @@ class ScriptArguments:
     )
     intermediate_size: int | None = _flag(None, "width of a new drafter's MLPs; unset for three times its hidden size")
     reducer: str | None = _flag(None, "hc_gate, fc, hybrid or stream_mean; unset for the gate where it can be")
-    target_layer_ids: list[int] | None = _flag(
-        None,
-        "layers a new drafter reads: more know more, and each widens reducer and feature cache; unset for -1, the "
-        "pre-collapse residual, of a target with several streams, for three of EAGLE-3's and SpecBlock's, and else for "
-        "as many as the drafter has, spread over the target's",
+    target_layer_ids: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "layers a new drafter reads: more know more, and each widens reducer and feature cache; unset for "
+            "-1, the pre-collapse residual, of a target with several streams, for three of EAGLE-3's and SpecBlock's, "
+            "and else for as many as the drafter has, spread over the target's"
+        },
     )
     num_draft_tokens: int | None = _flag(None, "draft positions of a block; unset for 6, or those of `--drafter`")
     block_size: int | None = _flag(None, "slots of a new SpecBlock drafter's blocks; unset for 4")

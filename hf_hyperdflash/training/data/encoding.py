@@ -29,6 +29,7 @@ def encode_chat(
     truncated: bool = False,
     tools: list[Tool] | None = None,
     end_ids: Collection[int] | None = None,
+    notes: list[str] | None = None,
 ) -> dict[str, list[int]]:
     """Tokenize a conversation with the tokenizer's chat template and mark the assistant's tokens: `input_ids` `[seq]`
     and `loss_mask` `[seq]`, 1 on the tokens of answers including the end of the turn.
@@ -43,28 +44,13 @@ def encode_chat(
     (GLM's `<|user|>`), that belongs to the answer. It is added after the last one.
 
     Tokens are those of the whole text, as the tokenizer writes them. One that reaches from a prompt into an answer,
-    which generation never writes, is written as two where the tokenizer can, else it is not supervised."""
-    ids, mask, _ = encode_with_notes(tokenizer, messages, truncated, tools, end_ids)
-    return {"input_ids": ids, "loss_mask": mask}
+    which generation never writes, is written as two where the tokenizer can, else it is not supervised.
 
-
-def end_ids_of(target: PreTrainedModel) -> list[int]:
-    """Return the tokens that end a target's text."""
-    ends: Any = target.generation_config.eos_token_id if target.generation_config else None
-    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
-
-
-def encode_with_notes(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    truncated: bool,
-    tools: list[Tool] | None,
-    end_ids: Collection[int] | None = None,
-) -> tuple[list[int], list[int], list[str]]:
-    """Return tokens, loss mask, and notes on parts that are not supervised, keys of
-    [`~training.data.rows.LOG_LINES`]: one for each answer that is not."""
+    `notes` gets the reasons of what is not supervised, keys of [`~training.data.rows.LOG_LINES`]: one for each answer.
+    """
+    notes = [] if notes is None else notes
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    notes = ["excluded" for i in answers if not _is_trained(messages[i])]
+    notes += ["excluded" for i in answers if not _is_trained(messages[i])]
     trained = [i for i in answers if _is_trained(messages[i])]
     if trained and trained[-1] + 1 < len(messages):
         notes += ["tail"] * (trained[-1] == answers[-1])
@@ -87,7 +73,14 @@ def encode_with_notes(
             spans = spans[:-1]
         notes += ["uncut"] * (located - len(spans))
     ids, mask, joined = _tokens(tokenizer, text, spans)
-    return ids, mask, notes + ["joined"] * joined
+    notes += ["joined"] * joined
+    return {"input_ids": ids, "loss_mask": mask}
+
+
+def end_ids_of(target: PreTrainedModel) -> list[int]:
+    """Return the tokens that end a target's text."""
+    ends: Any = target.generation_config.eos_token_id if target.generation_config else None
+    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
 
 
 def _is_trained(message: Message) -> bool:

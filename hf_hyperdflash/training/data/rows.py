@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .blocks import anchor_candidates
-from .encoding import chat_template_of, encode_with_notes
+from .encoding import chat_template_of, encode_chat
 from .file_positions import POSITION_COLUMN, check_encoding, locating_errors, read_rows
 from .messages import read_tools, says_nothing, to_messages
 
@@ -325,10 +325,10 @@ def _encode_row(
                 "tokenizer (`processing_class` of the trainer)."
             )
         else:
-            ids, mask, notes = [], [], []
+            ids, mask = [], []
             try:
-                messages, tools = to_messages(row), read_tools(row)
-                ids, mask, notes = encode_with_notes(tokenizer, messages, bool(row.get("truncated")), tools, end_ids)
+                messages, tools, is_cut = to_messages(row), read_tools(row), bool(row.get("truncated"))
+                ids, mask = encode_chat(tokenizer, messages, is_cut, tools, end_ids, notes).values()
                 answers = [m for m in messages if m["role"] == "assistant" and m.get("train") is not False]
                 if answers and all(map(says_nothing, answers)) and sum(mask) < 2:
                     notes = ["empty"]

@@ -77,7 +77,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel | Identity) -> None:
-        """The target may be its description, which takes time: every weight is read."""
+        """Open the cache for a target, or for its description, which takes time: every weight is read."""
         directory = self.directory = _folder(directory)
         target = target if isinstance(target, dict) else _describe_target(target)
         lists = _read_lists(directory)

@@ -14,10 +14,10 @@ _T = TypeVar("_T")
 
 
 # Defaults of the paper's recipe (section 3.1), for both kinds of arguments: of both stages, and of each.
-_BOTH_STAGES: dict[str, Any] = {
+_BOTH_STAGES: dict[str, object] = {
     "num_train_epochs": 5, "per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "warmup_steps": 0.04,
 }  # fmt: skip
-STAGES: dict[int, dict[str, Any]] = {
+STAGES: dict[int, dict[str, object]] = {
     1: {"dataset": ["zhaode/EagleChat"], "rows": 300_000, "learning_rate": 8e-4, **_BOTH_STAGES},
     2: {"dataset": ["theblackcat102/evol-codealpaca-v1"], "rows": 150_000, "learning_rate": 1e-4, **_BOTH_STAGES},
 }
@@ -41,7 +41,7 @@ def _flag(default: _T, help: str, **choices: Sequence[object]) -> _T:
 
 
 # Complete settings of the loss. A recipe sets the fields that the user did not set.
-_PAPER: dict[str, Any] = {
+_PAPER: dict[str, float | None] = {
     "ce_weight": 1.0, "kl_weight": 0.15, "kl_positions": 2, "tv_weight": 0.0, "confidence_weight": 1.0,
     "blind_weight": 0.1, "loss_decay": None, "rank_weight": 1.0, "valid_prefix": False,
 }  # fmt: skip

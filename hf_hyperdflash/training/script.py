@@ -295,8 +295,9 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if script.chat_template:
         tokenizer.chat_template = read_chat_template(script.chat_template, "--chat_template")
     dtype = script.target_dtype or default_dtype(script.target)
-    how: dict[str, Any] = {"device_map": script.device_map, "trust_remote_code": script.trust_remote_code}
-    target = load_target(script.target, dtype=dtype, **how)
+    target = load_target(
+        script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
+    )
     counted = _token_counts(script, args, target, tokenizer, train, held_out)
     if counted is not None:
         train, (counts, _) = counted

@@ -13,7 +13,6 @@ import math
 import threading
 import time
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -108,9 +107,7 @@ class Adaptation(Observer):
     def __enter__(self) -> Adaptation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:

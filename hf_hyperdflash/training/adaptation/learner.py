@@ -40,7 +40,7 @@ class Learner:
         drafter.check_trainable(seen)
         self.config, self.objective = config, make_objective(drafter, seen, config.loss, config.seed)
         self.layer_ids, self.steps_taken = self.objective.layer_ids, 0
-        self.copy: Any = copy.deepcopy(drafter).float().requires_grad_(False)
+        self.copy = copy.deepcopy(drafter).float().requires_grad_(False)
         everything = [name for name, _ in self.copy.named_parameters()]
         self.arms = {"heads": [name for name in everything if name.startswith(_HEADS)], "all": everything}
         self._optimizer = torch.optim.AdamW(self.copy.parameters(), config.learning_rate, weight_decay=0.0)
@@ -52,7 +52,15 @@ class Learner:
             parameters[name].requires_grad_(True)
         try:
             for batch in batches:
-                self._step(batch)
+                for group in self._optimizer.param_groups:
+                    group["lr"] = self.config.learning_rate * min(1.0, (self.steps_taken + 1) / _WARMUP)
+                self.objective.add_anchors(batch, self.steps_taken)
+                with torch.enable_grad(), torch.autocast(batch["residual"].device.type, enabled=False):
+                    self.objective.step(self.copy, batch, self.copy.vocabulary_table).loss.backward()
+                nn.utils.clip_grad_norm_([each for each in self.copy.parameters() if each.grad is not None], 1.0)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+                self.steps_taken += 1
                 if time.perf_counter() - began > seconds:
                     break
         finally:
@@ -84,15 +92,3 @@ class Learner:
                     rounds = expected_rounds(own, chances[:, : int(rows[i]["drafts"])], left)
                     tau[i] = float((own >= 0).sum()) / max(rounds, 1.0)
         return tau
-
-    def _step(self, batch: Batch) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * min(1.0, (self.steps_taken + 1) / _WARMUP)
-        self.objective.add_anchors(batch, self.steps_taken)
-        with torch.enable_grad(), torch.autocast(batch["residual"].device.type, enabled=False):
-            self.objective.step(self.copy, batch, self.copy.vocabulary_table).loss.backward()
-        trained = [each for each in self.copy.parameters() if each.grad is not None]
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.steps_taken += 1

@@ -144,12 +144,12 @@ def joined(parts: list[Any]) -> Any:
     return concatenate_datasets(parts)
 
 
-def _rows_of(parts: list[Any]) -> Iterator[Any]:
+def _rows_of(parts: list[Iterable[object]]) -> Iterator[object]:
     for part in parts:
         yield from part
 
 
-def _json_column(rows: Dataset, name: str, values: Iterable[Any]) -> Dataset:
+def _json_column(rows: Dataset, name: str, values: Iterable[object]) -> Dataset:
     """Replace a column by one whose values may have several types."""
     try:
         from datasets import Json
@@ -219,7 +219,7 @@ def pack(lengths: list[int], max_length: int) -> list[list[int]]:
     return sorted(sorted(row) for row in rows)
 
 
-def count_tokens(rows: Iterable[Mapping[str, Any]], vocab_size: int) -> torch.Tensor:
+def count_tokens(rows: Iterable[Mapping[str, object]], vocab_size: int) -> torch.Tensor:
     """Return how often supervised text has each token, `[vocab_size]`, of rows as [`prepare_dataset`] returns them."""
     seen = torch.zeros(vocab_size, dtype=torch.long)
     for row in rows:

@@ -194,7 +194,7 @@ class _Writer:
     """Writes the missing parts of one cache."""
 
     directory: Path
-    rows: Any
+    rows: Rows
     target: PreTrainedModel
     identity: Identity
     batch_size: int

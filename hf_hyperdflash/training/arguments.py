@@ -123,16 +123,17 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
 
     def check_heads(self, confidence_head: bool, chooses_candidates: bool) -> None:
         """Raise a `ValueError` if a user set the weight of a term that trains what a drafter does not have."""
-        heads = (
-            ("confidence_weight", confidence_head, "confidence head", "`--confidence_head`"),
-            ("blind_weight", chooses_candidates, "head that chooses among candidates", "`--sequential_head`"),
-        )
-        for name, is_there, head, flag in heads:
-            if getattr(self, name) and name in self.set_by_user and not is_there:
-                raise ValueError(
-                    f"`{name}` is {getattr(self, name)}, but the drafter has no {head}: leave it out, or make the "
-                    f"drafter with one ({flag})."
-                )
+        if self.confidence_weight and "confidence_weight" in self.set_by_user and not confidence_head:
+            raise ValueError(
+                f"`confidence_weight` is {self.confidence_weight}, but the drafter has no confidence head: leave it "
+                "out, or make the drafter with `confidence_head=True` (`--confidence_head`)."
+            )
+        if self.blind_weight and "blind_weight" in self.set_by_user and not chooses_candidates:
+            raise ValueError(
+                f"`blind_weight` is {self.blind_weight}, but the drafter has no head that chooses among candidates: "
+                "leave it out, or make the drafter with `head_candidates` and a `sequential_head` "
+                "(`--sequential_head`)."
+            )
 
     def _check_choice(self, name: str) -> None:
         allowed = self.__dataclass_fields__[name].metadata["choices"]

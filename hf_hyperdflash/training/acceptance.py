@@ -58,10 +58,18 @@ def measure_acceptance(
     # Ranks generate in lockstep and none ends early: the forwards that `synced_gpus` would add are not needed.
     method = Local(target, drafter, {"use_cache": True, "synced_gpus": False, "streamer": None, **generate_kwargs})
     total, seconds = SpeculationStats(), 0.0
-    with bound(target), _in_eval_mode(target, drafter):
-        for _, _, record in run([method], prompts, max_new_tokens, desc="acceptance", disable_tqdm=disable_tqdm):
-            total += cast(SpeculationStats, record.stats)
-            seconds += record.seconds
+    # One by one: parts of a model may have been in eval mode before.
+    training = [module for model in (target, drafter) for module in model.modules() if module.training]
+    for model in (target, drafter):
+        model.eval()
+    try:
+        with bound(target):
+            for _, _, record in run([method], prompts, max_new_tokens, desc="acceptance", disable_tqdm=disable_tqdm):
+                total += cast(SpeculationStats, record.stats)
+                seconds += record.seconds
+    finally:
+        for module in training:
+            module.training = True
     if not total.rounds:
         raise ValueError(
             f"None of the {len(prompts)} prompts led to a verification round: the target ended every answer at its "
@@ -91,12 +99,8 @@ def _check_prompts(prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None
 
 
 def check_metric(name: str | None, generates: bool) -> None:
-    """Raise a `ValueError` if evaluations give no metric of that name, as `metric_for_best_model` has it.
-
-    Args:
-        name: With `eval_` before it or without.
-        generates: Whether there is an [`AcceptanceCallback`].
-    """
+    """Raise a `ValueError` if evaluations, which an [`AcceptanceCallback`] extends if the run generates, give no
+    metric of that name, as `metric_for_best_model` has it, with `eval_` before it or without."""
     bare = (name or "loss").removeprefix("eval_")
     if re.fullmatch(_GENERATION_METRICS, bare) and not generates:
         raise ValueError(
@@ -111,31 +115,11 @@ def check_metric(name: str | None, generates: bool) -> None:
 
 
 @contextmanager
-def _in_eval_mode(*models: nn.Module) -> Iterator[None]:
-    training = [module for model in models for module in model.modules() if module.training]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module in training:  # one by one: parts of a model may have been in eval mode before
-            module.training = True
-
-
-@contextmanager
 def gathered(accelerator: Accelerator, model: nn.Module) -> Iterator[nn.Module]:
-    """Unwrap a drafter in training, with all of its parameters on every rank inside the `with`.
+    """Unwrap the drafter of `trainer.model_wrapped`, with all of its parameters on every rank inside the `with`.
 
     Parameters that FSDP2 or DeepSpeed ZeRO-3 shard are gathered once and sharded again at the end. Every rank must
-    enter. The parameters must not be changed inside.
-
-    Args:
-        accelerator: The trainer's.
-        model: The drafter as the accelerator wrapped it: `trainer.model_wrapped`.
-
-    Yields:
-        The drafter, plain or wrapped by PEFT.
-    """
+    enter. The parameters must not be changed inside."""
     from torch.distributed.fsdp import FSDPModule
 
     drafter = accelerator.unwrap_model(model, keep_torch_compile=False)  # every length of text would recompile

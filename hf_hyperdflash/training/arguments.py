@@ -121,6 +121,20 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
                     f"install it, or choose {', '.join(sorted(['none', *installed]))}."
                 )
 
+    def check_heads(self, confidence_head: bool, chooses_candidates: bool) -> None:
+        """Raise a `ValueError` if a user set the weight of a term that trains what a drafter does not have."""
+        if self.confidence_weight and "confidence_weight" in self.set_by_user and not confidence_head:
+            raise ValueError(
+                f"`confidence_weight` is {self.confidence_weight}, but the drafter has no confidence head: leave it "
+                "out, or make the drafter with `confidence_head=True` (`--confidence_head`)."
+            )
+        if self.blind_weight and "blind_weight" in self.set_by_user and not chooses_candidates:
+            raise ValueError(
+                f"`blind_weight` is {self.blind_weight}, but the drafter has no head that chooses among candidates: "
+                "leave it out, or make the drafter with `head_candidates` and a `sequential_head` "
+                "(`--sequential_head`)."
+            )
+
     def _check_choice(self, name: str) -> None:
         allowed = self.__dataclass_fields__[name].metadata["choices"]
         if getattr(self, name) not in allowed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
 from ..hub.kinds import KINDS
@@ -13,22 +13,13 @@ from ..hub.kinds import KINDS
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Defaults of a stage of the paper's recipe (section 3.1), for both kinds of arguments."""
-
-    dataset: list[str]
-    rows: int
-    learning_rate: float
-    num_train_epochs: int = 5
-    per_device_train_batch_size: int = 4
-    lr_scheduler_type: str = "cosine"
-    warmup_steps: float = 0.04
-
-
-STAGES = {
-    1: Stage(["zhaode/EagleChat"], rows=300_000, learning_rate=8e-4),
-    2: Stage(["theblackcat102/evol-codealpaca-v1"], rows=150_000, learning_rate=1e-4),
+# Defaults of the paper's recipe (section 3.1), for both kinds of arguments: of both stages, and of each.
+_BOTH_STAGES: dict[str, object] = {
+    "num_train_epochs": 5, "per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "warmup_steps": 0.04,
+}  # fmt: skip
+STAGES: dict[int, dict[str, object]] = {
+    1: {"dataset": ["zhaode/EagleChat"], "rows": 300_000, "learning_rate": 8e-4, **_BOTH_STAGES},
+    2: {"dataset": ["theblackcat102/evol-codealpaca-v1"], "rows": 150_000, "learning_rate": 1e-4, **_BOTH_STAGES},
 }
 _TRAINED = {kind.model_type: kind.train_flags for kind in KINDS if kind.train_flags is not None}
 _TYPES = list(_TRAINED)
@@ -50,28 +41,20 @@ def _flag(default: _T, help: str, **choices: Sequence[object]) -> _T:
 
 
 # Complete settings of the loss. A recipe sets the fields that the user did not set.
-RECIPES: dict[str, dict[str, Any]] = {
-    "hyperdflash": {  # the paper's
-        "ce_weight": 1.0, "kl_weight": 0.15, "kl_positions": 2, "tv_weight": 0.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": None, "rank_weight": 1.0, "valid_prefix": False,
-    },
-    "dspark": {  # theirs: 0.1 cross-entropy + 0.9 L1 + 1.0 confidence; L1 is twice the total variation
-        "ce_weight": 0.1, "kl_weight": 0.0, "kl_positions": 2, "tv_weight": 1.8, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.0, "rank_weight": 1.0, "valid_prefix": False,
-    },
-    "ours": {
-        "ce_weight": 1.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 1.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.0, "rank_weight": 1.0, "valid_prefix": False,
-    },
-    "eagle3": {  # its paper's: distillation alone, 0.8 of the weight with each further step
-        "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 0.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.48, "rank_weight": 1.0, "valid_prefix": False,
-    },
-    "specblock": {  # its paper's
-        "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 0.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.48, "rank_weight": 1.0, "valid_prefix": True,
-    },
+_PAPER: dict[str, float | None] = {
+    "ce_weight": 1.0, "kl_weight": 0.15, "kl_positions": 2, "tv_weight": 0.0, "confidence_weight": 1.0,
+    "blind_weight": 0.1, "loss_decay": None, "rank_weight": 1.0, "valid_prefix": False,
 }  # fmt: skip
+# EAGLE-3's paper's: distillation alone, 0.8 of the weight with each further step
+_DISTILLED = {**_PAPER, "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "loss_decay": 4.48}
+RECIPES: dict[str, dict[str, Any]] = {
+    "hyperdflash": _PAPER,
+    # Theirs: 0.1 cross-entropy + 0.9 L1 + 1.0 confidence; L1 is twice the total variation.
+    "dspark": {**_PAPER, "ce_weight": 0.1, "kl_weight": 0.0, "tv_weight": 1.8, "loss_decay": 4.0},
+    "ours": {**_PAPER, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 1.0, "loss_decay": 4.0},
+    "eagle3": _DISTILLED,
+    "specblock": {**_DISTILLED, "valid_prefix": True},  # its paper's
+}
 
 
 @dataclass
@@ -122,11 +105,7 @@ class TrainingFlags:
 
 @dataclass
 class ScriptArguments:
-    """The flags that are not the trainer's arguments; the help of each says what it means.
-
-    Raises:
-        ValueError: If a number is too small, or flags do not fit together.
-    """
+    """The flags that are not the trainer's arguments; the help of each says what it means."""
 
     target: str = field(metadata={"help": "path or Hub id of the target, or of a GGUF file in it"})
     stage: int = _flag(1, "whose defaults to use: 1 or 2", choices=[1, 2])
@@ -223,11 +202,7 @@ class ScriptArguments:
         return next((name for name in names if getattr(self, name) != unset[name]), None)
 
     def window_field(self) -> dict[str, int | None]:
-        """Return the field `sliding_window` of a new drafter; nothing for its default.
-
-        Raises:
-            ValueError: If the flag is neither a number nor none.
-        """
+        """Return the field `sliding_window` of a new drafter; nothing for its default."""
         given = self.sliding_window
         if given is None:
             return {}
@@ -279,14 +254,13 @@ def help_text(prog: str) -> str:
     transformers' own."""
     parts = [INTRODUCTION.format(prog=prog), "", "The run:", *map(_entry, fields(ScriptArguments))]
     parts += ["", "Training a drafter:", *map(_entry, fields(TrainingFlags))]
-    of_both = [part for part in fields(Stage) if part.default is not MISSING]
-    set_here = "\n".join(f"  --{part.name} {part.default}" for part in of_both)
+    set_here = "\n".join(f"  --{name} {default}" for name, default in _BOTH_STAGES.items())
     return "\n".join([*parts, "", THEIRS.format(set_here=set_here)])
 
 
 def _entry(flag: Field[object]) -> str:
     """Return the lines of a flag in the help."""
-    first, second = (getattr(stage, flag.name, None) for stage in STAGES.values())
+    first, second = (stage.get(flag.name) for stage in STAGES.values())
     shown = _shown(flag.default if first is None else first)
     if second != first:
         shown += f" (stage 2: {_shown(second)})"

@@ -38,15 +38,16 @@ from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .data.encoding import encode_prompts, end_ids_of
 from .data.file_positions import add_file_positions
-from .data.rows import count_tokens, covering_size, joined, load_rows, prepare_dataset
+from .data.rows import count_tokens, joined, load_rows, prepare_dataset
 from .data.templates import read_chat_template
 from .flags import STAGES, ScriptArguments
 from .runs.checkpoints import (
     apply_umask,
     checkpoint_to_resume,
+    checkpoints,
     describe_earlier_run,
     newest_complete,
-    remove_checkpoints,
+    remove_checkpoint,
 )
 from .runs.progress import Lines, LinesAboveBar
 from .runs.record import public_name
@@ -91,7 +92,7 @@ def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentPa
     parser.set_defaults(disable_tqdm=not sys.stderr.isatty())
     parser._negative_number_matcher = _NEGATIVE
     if defaults := STAGES.get(stage.parse_known_args(argv)[0].stage):
-        parser.set_defaults(**vars(defaults))
+        parser.set_defaults(**defaults)
     return parser
 
 
@@ -114,20 +115,14 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
             f"`--max_length` is {args.max_length}, expected more than `--num_draft_tokens`, {drafts}: a block has an "
             "anchor before them."
         )
-    makes_no_confidence_head = "confidence_head" not in own or (not script.drafter and not script.confidence_head)
-    if args.confidence_weight and "confidence_weight" in args.set_by_user and makes_no_confidence_head:
-        raise ValueError("`--confidence_weight` is for a confidence head: add `--confidence_head`, or leave it out.")
-    makes_no_head = not script.drafter and script.sequential_head in (None, "none")
-    if args.blind_weight and "blind_weight" in args.set_by_user and makes_no_head:
-        raise ValueError(
-            "`--blind_weight` is for a head that chooses among candidates: add `--sequential_head`, or leave it out."
-        )
+    makes_confidence_head = "confidence_head" in own and (bool(script.drafter) or script.confidence_head)
+    makes_head = bool(script.drafter) or script.sequential_head not in (None, "none")
+    args.check_heads(makes_confidence_head, makes_head)
     if script.streaming and args.max_steps <= 0:
         raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
     folder = Path(str(args.output_dir)).absolute()
-    if not os.path.isdir(
-        existing := next(candidate for candidate in (folder, *folder.parents) if os.path.lexists(candidate))
-    ):
+    existing = next(candidate for candidate in (folder, *folder.parents) if os.path.lexists(candidate))
+    if not existing.is_dir():
         what = "a file" if existing == folder else f"which cannot be made, because {existing} is a file"
         raise ValueError(f"`--output_dir` is {args.output_dir!r}, {what}: expected a folder, which is made if needed.")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -149,9 +144,12 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
 
 def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     """Load an earlier stage's drafter in float32, which an optimizer needs, with the heads and the number of draft
-    positions of the flags. No weight depends on that number."""
+    positions of the flags. No weight depends on that number. What does not fit the target is refused before weights
+    are loaded."""
+    found = check_drafter(str(script.drafter), kinds=TRAINED, or_others=True)
+    check_made_for(script.target, found)
     torch.manual_seed(seed)
-    drafter: Any = load_drafter(str(script.drafter), dtype=torch.float32)
+    drafter: Any = load_drafter(found, dtype=torch.float32)
     if getattr(drafter.config, "target_name_or_path", None) == "":  # other programs' files mostly do not say
         drafter.config.target_name_or_path = public_name(script.target)
     if script.draft_vocab_size is not None:
@@ -180,10 +178,8 @@ def new_drafter(script: ScriptArguments, target: PreTrainedModel, tokenizer: Pre
     given: dict[str, Any] = dict(script.drafter_fields())
     if "mask_token_id" in (kind.train_flags or ()):  # which is found in the vocabulary, if it is not given
         given["tokenizer"] = tokenizer
-    public = public_name(script.target)
-    return cast(
-        SavedDrafter, kind.drafter.from_target(target, dtype=torch.float32, **given, target_name_or_path=public)
-    )
+    given["target_name_or_path"] = public_name(script.target)
+    return cast(SavedDrafter, kind.drafter.from_target(target, dtype=torch.float32, **given))
 
 
 def _token_counts(
@@ -206,17 +202,6 @@ def _token_counts(
     how: dict[str, Any] = {"max_length": length, "vocab_size": own.vocab_size, "end_ids": end_ids_of(target)}
     tokenized = [prepare_dataset(rows, tokenizer, **how) for rows in (train, held_out)]
     return tokenized[0], [count_tokens(rows, own.vocab_size) for rows in tokenized]
-
-
-def _describe_vocabulary(drafted: torch.Tensor, counts: list[torch.Tensor]) -> str:
-    """Say which part of the training's and of the held-out answers can be drafted."""
-    shares = (each[drafted.to(each.device)].sum() / each.sum() for each in counts)
-    trained, held_out = (f"{100 * float(share):.1f} %" for share in shares)
-    return (
-        f"The drafter drafts {len(drafted):,} of {len(counts[0]):,} tokens, {trained} of the answers and "
-        f"{held_out} of those held out, because its LM head over all would cost more than its layers. Other text has "
-        "fewer of them; `--draft_vocab_size 0` drafts all."
-    )
 
 
 def _kind(script: ScriptArguments) -> DrafterKind:
@@ -249,15 +234,6 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
     return train, held_out
 
 
-def described(script: ScriptArguments) -> dict[str, object]:
-    """Return the flags of a run beside the trainer's arguments, without this machine's folders."""
-    facts = dict(vars(script))
-    del facts["eval_rows"], facts["overwrite_output_dir"]  # they do not describe the finished run
-    for name in ("target", "drafter", "eval_dataset", "chat_template"):
-        facts[name] = facts[name] and public_name(facts[name])
-    return facts | {"dataset": [public_name(source) for source in script.dataset or ()]}
-
-
 def main(argv: list[str] | None = None, prog: str | None = None) -> None:
     """Train as the flags say. Ctrl-C ends with a line that says how to resume."""
     script, args = parse(argv, prog)
@@ -267,10 +243,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
     except KeyboardInterrupt:
         # While the flag is set the checkpoints are still the earlier run's.
         last = None if script.overwrite_output_dir else newest_complete(Path(str(args.output_dir)))[0]
-        then = (
-            f"with `--resume_from_checkpoint true` goes on from {last}" if last else "begins again: no checkpoint yet"
-        )
-        _print_status(args, f"\nStopped. The same command {then}.")
+        go_on = f"with `--resume_from_checkpoint true` goes on from {last}"
+        _print_status(args, f"\nStopped. The same command {go_on if last else 'begins again: no checkpoint yet'}.")
         raise SystemExit(130) from None
 
 
@@ -313,9 +287,6 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
             "`--overwrite_output_dir true`, which removes its checkpoints."
         )
     check_target(script.target)
-    if script.drafter:
-        check_drafter(script.drafter, kinds=TRAINED, or_others=True)
-        check_made_for(script.target, script.drafter)
     earlier = earlier_drafter(script, args.seed) if script.drafter else None
     _print_status(args, f"Reading {', '.join(script.dataset or ())} ...")
     train, held_out = load_data(script, args.seed)
@@ -329,17 +300,31 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     )
     counted = _token_counts(script, args, target, tokenizer, train, held_out)
     if counted is not None:
-        train, script.draft_vocab_size = counted[0], covering_size(counted[1][0], _COVERAGE)
+        train, (counts, _) = counted
+        most_first = counts.sort(descending=True).values.cumsum(0)
+        covering = int((most_first < _COVERAGE * int(counts.sum())).sum()) + 1  # the most frequent tokens
+        script.draft_vocab_size = min(covering, len(counts))
     torch.manual_seed(args.seed)
     drafter = earlier or new_drafter(script, target, tokenizer)
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
     )
-    trainer.described = described(script)
+    # The record has the flags beside the trainer's arguments, without this machine's folders.
+    facts = {name: value for name, value in vars(script).items() if name not in ("eval_rows", "overwrite_output_dir")}
+    for name in ("target", "drafter", "eval_dataset", "chat_template"):
+        facts[name] = facts[name] and public_name(facts[name])
+    trainer.described = facts | {"dataset": [public_name(source) for source in script.dataset or ()]}
     if script.draft_vocab_size:
         trainer.choose_vocabulary(script.draft_vocab_size if earlier else None)
     if counted is not None:
-        _print_status(args, _describe_vocabulary(cast(Any, trainer.model).draft_ids, counted[1]))
+        drafted = cast(Any, trainer.model).draft_ids.to(counts.device)
+        trained, held = (f"{100 * float(each[drafted].sum() / each.sum()):.1f} %" for each in counted[1])
+        _print_status(
+            args,
+            f"The drafter drafts {len(drafted):,} of {len(counts):,} tokens, {trained} of the answers and {held} of "
+            "those held out, because its LM head over all would cost more than its layers. Other text has fewer of "
+            "them; `--draft_vocab_size 0` drafts all.",
+        )
     for own, theirs in ((LinesAboveBar, ProgressCallback), (Lines, PrinterCallback)):
         if trainer.pop_callback(theirs):
             trainer.add_callback(own)
@@ -347,19 +332,14 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if script.eval_prompts:
         prompts = encode_prompts(tokenizer, held_out, at_most=script.eval_prompts)
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
-    rows = cast(Any, trainer.train_dataset)  # without those that were skipped
-    amount, count = (
-        f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream",
-        len(cast(Any, trainer.eval_dataset)),
-    )
+    rows, held_out_rows = cast(Any, trainer.train_dataset), cast(Any, trainer.eval_dataset)  # without skipped ones
+    amount = f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream"
     of = f"of {script.eval_dataset}" if script.eval_dataset else f"by `--eval_rows {script.eval_rows}`"
-    _print_status(
-        args,
-        f"Training on {amount}, {count} held out ({of}), {len(prompts)} of them to generate from (`--eval_prompts`).",
-    )
+    given = f"{len(prompts)} of them to generate from (`--eval_prompts`)"
+    _print_status(args, f"Training on {amount}, {len(held_out_rows)} held out ({of}), {given}.")
     if script.overwrite_output_dir:  # now that all is loaded, and training can begin
-        if args.process_index == 0:
-            remove_checkpoints(folder)
+        for earlier_checkpoint in checkpoints(folder) if args.process_index == 0 else ():
+            remove_checkpoint(earlier_checkpoint)  # the earlier drafter stays until this run has one
         trainer.accelerator.wait_for_everyone()
         script.overwrite_output_dir = False
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -13,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from accelerate.logging import get_logger
 from huggingface_hub import CommitInfo, HfApi
 from safetensors import SafetensorError
 from torch import nn
@@ -34,11 +34,11 @@ from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .data.blocks import expected_rounds, sample_anchors, walk_rounds
 from .data.encoding import end_ids_of
-from .data.rows import frequent_tokens, prepare_dataset
+from .data.rows import count_tokens, prepare_dataset
 from .features.capture import compute_residual
 from .features.fingerprint import short_fingerprint, target_fingerprint
 from .features.store import FeatureCache
-from .losses.loss import IGNORE_INDEX
+from .losses.loss import IGNORE_INDEX, DrafterLoss
 from .losses.objective import Batch, BlockObjective, collate
 from .losses.unrolled import make_objective
 from .runs.checkpoints import (
@@ -52,10 +52,10 @@ from .runs.checkpoints import (
 from .runs.record import write_record
 from .runs.run_identity import RUN_RECORD, Identity, check_same_run, data_digest, run_identity
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)  # of several processes the first logs
 
 _LIBRARIES = ("transformers.", "hf_hyperdflash.")  # their callbacks add no metrics, except `AcceptanceCallback`
-TERMS = ("cross_entropy", "kl", "tv", "confidence", "blind", "rank")
+TERMS = DrafterLoss._fields[1:7]
 
 
 class HyperDFlashTrainer(Trainer):
@@ -123,7 +123,7 @@ class HyperDFlashTrainer(Trainer):
         _check_trainable(config, args, processing_class, drafter=model, target=target)
         if args.feature_source == "online":
             seen.check_computes()
-        self.objective: BlockObjective = make_objective(model, seen, args)
+        self.objective: BlockObjective = make_objective(model, seen, args, args.seed)
         self.target = target.eval().requires_grad_(False)
         if getattr(config, "own_embedding", False):
             cast(Any, model).embed_tokens.requires_grad_(False)  # it is a target's, as EAGLE-3's is
@@ -132,7 +132,7 @@ class HyperDFlashTrainer(Trainer):
         self._terms = torch.zeros(len(TERMS) + 1)  # and steps since the last log
         kwargs = {"data_collator": collate, **kwargs}
         kwargs["compute_metrics"] = kwargs.get("compute_metrics") or self._teacher_forced_metrics
-        self._drafter_kind = type(model).__name__  # FSDP2 changes the class
+        self.drafter_kind = type(model).__name__  # FSDP2 changes the class
         self._positions: int | None = getattr(seen.config, "max_position_embeddings", None)  # that it is made for
         if self._positions and (args.max_length or 0) > self._positions:
             raise ValueError(
@@ -143,13 +143,12 @@ class HyperDFlashTrainer(Trainer):
         self.described: dict[str, object] = {}  # more entries for the record of the run
         self.measured: dict[str, float] = {}  # of the weights as they are now
         self._evaluated: dict[int, dict[str, float]] = {}  # by step
-        self._train_rows: Any = None
         self._tokenizer = processing_class
-        train_rows = self._prepare_rows(train_dataset, "train", args.packing)
+        self._train_rows = self._prepare_rows(train_dataset, "train", args.packing)
         eval_rows = self._prepare_rows(eval_dataset, "eval")
-        super().__init__(model=model, args=args, train_dataset=train_rows, eval_dataset=eval_rows, **kwargs)
+        super().__init__(model=model, args=args, train_dataset=self._train_rows, eval_dataset=eval_rows, **kwargs)
         if args.feature_source == "cached":  # only now that the arguments have been found good
-            self.train_dataset = self._write_features(train_rows, "train")
+            self.train_dataset = self._write_features(self._train_rows, "train")
             self.eval_dataset = self._write_features(eval_rows, "eval")
         # `compute_loss` divides by the counts of the whole optimizer step itself.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
@@ -160,7 +159,6 @@ class HyperDFlashTrainer(Trainer):
         if dataset is None:
             return None
         if isinstance(dataset, FeatureCache):
-            self._train_rows = dataset if name == "train" else self._train_rows
             return dataset.select_layers(self.objective.layer_ids)
         if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
             return {key: self._prepare_rows(part, f"{name}-{key}") for key, part in dataset.items()}
@@ -169,18 +167,16 @@ class HyperDFlashTrainer(Trainer):
                 "`feature_source` is 'online', and the target has no layers to run: set it to 'cached', or load the "
                 "target whole, without `num_hidden_layers=0`."
             )
-        vocab_size = self.drafter_config.vocab_size
         with args.main_process_first(desc="tokenizing"):
             rows = prepare_dataset(
                 dataset,
                 self._tokenizer,
                 max_length=self.max_length,
                 packing=packing,
-                vocab_size=vocab_size,
+                vocab_size=self.drafter_config.vocab_size,
                 positions=self._positions,
                 end_ids=end_ids_of(self.target),
             )
-        self._train_rows = rows if name == "train" else self._train_rows
         if args.feature_source == "cached" and not hasattr(rows, "__len__"):
             raise ValueError("`feature_source='cached'` needs a dataset of known length, not a streaming one.")
         return rows
@@ -215,10 +211,9 @@ class HyperDFlashTrainer(Trainer):
         for batch in batches:
             self.objective.add_anchors(batch, self.state.global_step)
         self._terms[-1] += 1
-        return batches, self._count(batches, device) if batches else None
-
-    def _count(self, batches: list[Batch], device: torch.device) -> torch.Tensor:
-        return self.accelerator.reduce(self.objective.counts(batches).to(device), "sum")
+        if not batches:
+            return batches, None
+        return batches, self.accelerator.reduce(self.objective.counts(batches).to(device), "sum")
 
     def compute_loss(
         self,
@@ -229,21 +224,21 @@ class HyperDFlashTrainer(Trainer):
     ) -> Any:
         """Compute the loss of one micro-batch, divided by the counts of the whole step. The losses of micro-batches
         and processes so add up to one big batch's loss."""
-        if "labels" not in inputs:
+        if "labels" not in inputs:  # called without `get_batch_samples`
             self.objective.add_anchors(inputs, self.state.global_step)
         if num_items_in_batch is None:
-            num_items_in_batch = self._count([inputs], self.args.device)
+            counts = self.objective.counts([inputs]).to(self.args.device)
+            num_items_in_batch = self.accelerator.reduce(counts, "sum")
         inputs = {**inputs, "residual": self.residual(inputs)}
         terms = self.objective.step(model, inputs, self._table(model), torch.as_tensor(num_items_in_batch))
         if not torch.isfinite(terms.loss):
             raise self._diverged(f"The loss is {terms.loss.item()}", inputs["residual"])
-        self._terms[:-1] += torch.stack([getattr(terms, name) for name in TERMS]).cpu()
+        self._terms[:-1] += torch.stack(terms[1:7]).cpu()
         loss = terms.loss * self.accelerator.num_processes  # gradients are averaged over processes: make it a sum
         return (loss, terms) if return_outputs else loss
 
     def residual(self, batch: Batch) -> torch.Tensor:
-        """Return the residual streams `[batch, seq, streams, config.hidden_size]` that training reads, from the
-        feature cache or by a forward of the target."""
+        """Return the residual streams of the objective's layers, from the feature cache or by a forward."""
         if "residual" in batch:
             return batch["residual"]
         return compute_residual(self.target, batch["input_ids"], batch["position_ids"], self.objective.layer_ids)
@@ -283,12 +278,9 @@ class HyperDFlashTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
-        """Draft at every possible anchor, then find the rounds that generation of the text would have.
-
-        Returns:
-            The loss; per row and round the emitted tokens, `[batch, rounds]`, -100 where a row has fewer rounds, with
-            the rounds to be expected at temperature 1, `[batch]`; and the accepted drafts per row and round.
-        """
+        """Draft at every possible anchor, then find the rounds that generation of the text would have. Return the
+        loss; per row and round the emitted tokens, `[batch, rounds]`, -100 where a row has fewer rounds, with the
+        rounds to be expected at temperature 1, `[batch]`; and the accepted drafts per row and round."""
         batch = self._prepare_inputs(inputs)
         batch["residual"] = self.residual(batch)
         anchors = sample_anchors(self.objective.candidates(batch))
@@ -350,37 +342,33 @@ class HyperDFlashTrainer(Trainer):
                 space for one checkpoint.
         """
         config, own = self.drafter_config, self.objective.target.config
-        config.target_fingerprint = self._target_fingerprint
+        config.target_fingerprint = self.target_fingerprint
         if getattr(config, "target_model_type", None) == "":  # another program's drafter is of this target from now on
             config.target_model_type = own.model_type
             config.target_num_layers = config.target_num_layers or own.num_hidden_layers
         if resume_from_checkpoint:
             folder, skipped = checkpoint_to_resume(resume_from_checkpoint, Path(str(self.args.output_dir)))
-            if self.is_world_process_zero():
-                for line in skipped:
-                    logger.warning("A checkpoint that is not whole was skipped, %s.", line)
-            if not check_same_run(folder, self._run_identity()) and self.is_world_process_zero():
+            for line in skipped:
+                logger.warning("A checkpoint that is not whole was skipped, %s.", line)
+            if not check_same_run(folder, run_identity(self)):
                 logger.warning("%s does not say which run it is of: it is taken for this one's.", folder)
-            if self.is_world_process_zero():
-                logger.warning("Going on from %s.", folder)
+            logger.warning("Going on from %s.", folder)
             resume_from_checkpoint = str(folder)
-        elif (found := describe_earlier_run(Path(str(self.args.output_dir)))) and self.is_world_process_zero():
+        elif found := describe_earlier_run(Path(str(self.args.output_dir))):
             logger.warning("%s has %s, which this run overwrites.", self.args.output_dir, found)
-        self._check_metric()
+        # A metric that is known to be in no evaluation of this run; others may be a user's callback's.
+        callbacks = self.callback_handler.callbacks
+        is_ours = self.compute_metrics == self._teacher_forced_metrics and not isinstance(self.eval_dataset, dict)
+        is_ours = is_ours and type(self).evaluate is HyperDFlashTrainer.evaluate
+        is_ours = is_ours and all(type(callback).__module__.startswith(_LIBRARIES) for callback in callbacks)
+        if self.args.eval_strategy != "no" and is_ours:
+            generates = any(isinstance(callback, AcceptanceCallback) for callback in callbacks)
+            check_metric(self.args.metric_for_best_model, generates)
         self._check_disk_space()
         result = super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
         best_step = self.state.best_global_step if self.args.load_best_model_at_end else None
         self.measured = self._evaluated.get(best_step or self.state.global_step, {})
         return result
-
-    def _check_metric(self) -> None:
-        """Refuse a `metric_for_best_model` that is known to be in no evaluation of this run."""
-        generates = any(isinstance(callback, AcceptanceCallback) for callback in self.callback_handler.callbacks)
-        others = [one for one in self.callback_handler.callbacks if not type(one).__module__.startswith(_LIBRARIES)]
-        is_ours = self.compute_metrics == self._teacher_forced_metrics and not isinstance(self.eval_dataset, dict)
-        is_ours = is_ours and type(self).evaluate is HyperDFlashTrainer.evaluate
-        if self.args.eval_strategy != "no" and is_ours and not others:
-            check_metric(self.args.metric_for_best_model, generates)
 
     def _check_disk_space(self) -> None:
         """Refuse a disk without space for one checkpoint, or for the drafter if no checkpoints are written."""
@@ -425,7 +413,7 @@ class HyperDFlashTrainer(Trainer):
             ) from error
 
     @cached_property
-    def _target_fingerprint(self) -> str:
+    def target_fingerprint(self) -> str:
         """The target's fingerprint for the drafter's configuration; empty if its weights are in other processes."""
         try:
             return short_fingerprint(target_fingerprint(self.target))
@@ -433,24 +421,14 @@ class HyperDFlashTrainer(Trainer):
             return ""
 
     @cached_property
-    def _data_digest(self) -> Identity | None:
+    def data_digest(self) -> Identity | None:
+        """The digest of the training rows; `None` for a stream."""
         return data_digest(self._train_rows)
-
-    def _run_identity(self) -> Identity:
-        return run_identity(
-            self.args,
-            self.drafter_config,
-            self.max_length,
-            self._data_digest,
-            kind=self._drafter_kind,
-            target=self._target_fingerprint,
-            target_dtype=str(self.target.dtype),
-        )
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.args.should_save:
-            (Path(output_dir) / RUN_RECORD).write_text(json.dumps(self._run_identity(), indent=1))
+            (Path(output_dir) / RUN_RECORD).write_text(json.dumps(run_identity(self), indent=1))
         self.accelerator.wait_for_everyone()  # then the first process writes `trainer_state.json`
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
@@ -499,10 +477,8 @@ class HyperDFlashTrainer(Trainer):
         **kwargs: Any,
     ) -> CommitInfo | Future[CommitInfo] | None:
         """Upload the drafter or adapter that `output_dir` holds, its code and its card, and return the commit: a
-        `Future` if `blocking` is `False`, `None` on all processes but the first.
-
-        Nothing else there is uploaded: no features, no checkpoints, no pickles.
-        """
+        `Future` if `blocking` is `False`, `None` on all processes but the first. Nothing else there is uploaded: no
+        features, no checkpoints, no pickles."""
         if not self.is_world_process_zero():
             return None
         self.create_model_card(**kwargs)
@@ -522,33 +498,26 @@ class HyperDFlashTrainer(Trainer):
             card.save(folder / "README.md")
 
     def choose_vocabulary(self, size: int | None = None) -> None:
-        """Choose the draft vocabulary: the most frequent tokens in answers of the training rows
-        ([`~data.frequent_tokens`]). Those of a new drafter, whose default is the first tokens, are at first scored as
-        the target scores them.
+        """Choose the draft vocabulary: the most frequent tokens in answers of the training rows. Those of a new
+        drafter, whose default is the first tokens, are at first scored as the target scores them.
 
-        Args:
-            size: Of a drafter that has been trained: how many tokens it is to draft from now on. It keeps what it has
-                learned of those that it drafts already ([`~drafters.reading.ReadingDrafter.draft_others`]).
-
-        Raises:
-            ValueError: If it has none, or the rows are a stream.
-        """
+        A drafter that has been trained drafts `size` tokens from now on, and keeps what it has learned of those that
+        it drafts already ([`~drafters.reading.ReadingDrafter.draft_others`])."""
         count = size or self.drafter_config.draft_vocab_size
         if not count or not hasattr(self._train_rows, "__len__"):
             raise ValueError(
                 f"`draft_vocab_size` is {count} and the training rows a {type(self._train_rows).__name__}: expected "
                 "at least 1 and a dataset of known length, whose tokens are counted."
             )
-        ids = frequent_tokens(self._train_rows, count, self.drafter_config.vocab_size)
+        counts = count_tokens(self._train_rows, self.drafter_config.vocab_size)
+        most_first = counts.sort(descending=True, stable=True).indices  # of equally frequent ones the first
         drafter: Any = self.model
-        (drafter.draft_others if size else drafter.draft_only)(self.objective.target, ids)
+        (drafter.draft_others if size else drafter.draft_only)(self.objective.target, most_first[:count].sort().values)
 
     def leave_group(self) -> None:
-        """Leave the process group of the training. Call it last, before the process ends.
-
-        Without it the threads of torch's gloo outlive the interpreter, and one that frees a tensor then aborts the
-        process, long after all is saved. So nothing may refer to the group when it is destroyed.
-        """
+        """Leave the process group of the training. Call it last, before the process ends: else the threads of torch's
+        gloo outlive the interpreter, and one that frees a tensor aborts the process, long after all is saved."""
+        # Nothing may refer to the group when it is destroyed.
         self.model_wrapped = self.accelerator.unwrap_model(self.model_wrapped)
         self.accelerator.free_memory()
         self.accelerator.end_training()
@@ -594,16 +563,7 @@ def _check_trainable(
 ) -> None:
     """Refuse settings that do not fit the drafter, and weights that are not finite, which would look like
     divergence."""
-    if args.confidence_weight and "confidence_weight" in args.set_by_user and not config.confidence_head:
-        raise ValueError(
-            f"`confidence_weight` is {args.confidence_weight}, but the drafter has no confidence head: leave it out, "
-            "or make the drafter with `confidence_head=True` (`--confidence_head`)."
-        )
-    if args.blind_weight and "blind_weight" in args.set_by_user and not config.head_candidates:
-        raise ValueError(
-            f"`blind_weight` is {args.blind_weight}, but the drafter has no head that chooses among candidates: leave "
-            "it out, or make the drafter with a `sequential_head` and `head_candidates`."
-        )
+    args.check_heads(config.confidence_head, bool(config.head_candidates))
     if is_deepspeed_zero3_enabled() and (config.draft_vocab_size or config.sequential_head not in ("none", "state")):
         raise ValueError(
             f"The drafter's `sequential_head` is {config.sequential_head!r} and its `draft_vocab_size` "

@@ -35,7 +35,7 @@ from hf_hyperdflash.decoding.continuation import context_of
 from hf_hyperdflash.targets.caches.name import cache_argument, cache_of
 from hf_hyperdflash.targets.registry import is_bound, target_of
 from hf_hyperdflash.targets.target import computable
-from hf_hyperdflash.training.losses.teacher import check_teacher, teacher_states
+from hf_hyperdflash.training.losses.objective import BlockObjective, teacher_states
 from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import half_right, half_right_about, mostly_nightly, prompt, tiny_drafter, tiny_target
@@ -658,7 +658,7 @@ def test_a_mean_needs_a_norm_after_it():
     if REWINDABLE_QWEN4:
         torch.manual_seed(0)
         with pytest.raises(ValueError, match="'mean_pool', but a qwen4_exp_text target has no norm"):
-            check_teacher(target_of(qwen4_exp()), "mean_pool")
+            BlockObjective(None, target_of(qwen4_exp()), SimpleNamespace(kl_teacher="mean_pool"))
 
 
 # Native V4 in all its loadings

@@ -622,5 +622,5 @@ def test_earlier_text_is_kept_when_another_kind_begins(target, drafter):
 
 def test_config_is_what_training_reads():
     config = AdaptationConfig(recipe="specblock", arms=["all"])
-    assert config.valid_prefix is True and config.arms == ("all",) and config.kl_weight == 1.0
+    assert config.loss.valid_prefix is True and config.arms == ("all",) and config.loss.kl_weight == 1.0
     assert POLICIES == ("bandit", "always", "never")

@@ -215,10 +215,10 @@ def test_a_row_that_cannot_be_used_stops_no_run_and_is_named_by_file_and_line(tm
         ),
         (["--draft_vocab_size", "-1"], "`--draft_vocab_size` is -1, expected at least 0"),
         (["--eval_rows", "0"], "`--eval_rows` is 0"),
-        (["--confidence_weight", "0.5"], "`--confidence_weight` is for a confidence head: add `--confidence_head`"),
+        (["--confidence_weight", "0.5"], "`confidence_weight` is 0.5, .* no confidence head: .*`--confidence_head`"),
         (
             ["--blind_weight", "0.5"],
-            "`--blind_weight` is for a head that chooses among candidates: add `--sequent",
+            "`blind_weight` is 0.5, .* no head that chooses among candidates: .*`--sequent",
         ),
         (["--learning_rate", "-1e-3"], "`learning_rate` is -0.001, expected a number of at least 0"),
         (["--reducer", "foo"], "`--reducer` is 'foo', expected hc_gate, fc, hybrid or stream_mean."),

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.features import store
 from hf_hyperdflash.training.features.store import FeatureCache
-from hf_hyperdflash.training.losses.teacher import teacher_states
+from hf_hyperdflash.training.losses.objective import teacher_states
 
 from ..conftest import MODELS, tiny_target
 from ..helpers.training import packed_rows, run_alone

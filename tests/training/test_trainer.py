@@ -394,7 +394,7 @@ def test_what_a_recipe_distills(tmp_path, target):
         assert trainer.objective.kl_positions == positions
         batch = collate([trainer.train_dataset[i] for i in range(2)])
         trainer.objective.add_anchors(batch, 0)
-        assert len(trainer._count([batch], torch.device("cpu"))) == 1 + positions
+        assert len(trainer.objective.counts([batch])) == 1 + positions
 
 
 def test_mean_pooled_teacher_and_no_kl(tmp_path, target):

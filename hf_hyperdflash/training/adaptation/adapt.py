@@ -13,7 +13,6 @@ import math
 import threading
 import time
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,28 +33,18 @@ _SHARE_GROWTH, _SHARE_FALL, _LEAST_SHARE = 1.25, 0.5, 0.1  # after an update tha
 
 @dataclass
 class Decision:
-    """What was decided after a request.
+    """What was decided after a request."""
 
-    Attributes:
-        request: Its number, from 1.
-        seconds: Since the adaptation began.
-        new_tokens: Tokens that the request wrote.
-        tau: Its tokens per verification round.
-        serving_seconds: Its seconds after the prompt.
-        gain: The relative increase of tokens per round by the update before, as far as this and the other requests
-            since then prove it; `None` without one. Where it is more than 0, the update serves from now on.
-        arm: The arm that was updated; `None` without an update.
-        cost: Seconds of judging and updating.
-    """
-
-    request: int
-    seconds: float
+    request: int  # its number, from 1
+    seconds: float  # since the adaptation began
     new_tokens: int
-    tau: float
-    serving_seconds: float
+    tau: float  # its tokens per verification round
+    serving_seconds: float  # after the prompt
+    # The relative increase of tokens per round by the update before, as far as this and the other requests since then
+    # prove it; `None` without one. Where it is more than 0, the update serves from now on.
     gain: float | None = None
-    arm: str | None = None
-    cost: float = 0.0
+    arm: str | None = None  # that was updated; `None` without an update
+    cost: float = 0.0  # seconds of judging and updating
 
 
 class _Recording(Observer):
@@ -118,9 +107,7 @@ class Adaptation(Observer):
     def __enter__(self) -> Adaptation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:

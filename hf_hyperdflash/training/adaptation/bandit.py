@@ -19,17 +19,11 @@ _STALE = 8  # updates of others after which an arm is tried again
 
 @dataclass
 class Arm:
-    """A way to update, with its measured cost and gain.
+    """A way to update, with its measured cost and gain, which are running means."""
 
-    Attributes:
-        cost: Seconds of an update, a running mean.
-        gain: The relative increase of tokens per round by an update, a running mean; `None` at first.
-        updates_since: Updates of other arms since the last one of this arm.
-    """
-
-    cost: float = 0.0
-    gain: float | None = None
-    updates_since: int = 0
+    cost: float = 0.0  # seconds of an update
+    gain: float | None = None  # the relative increase of tokens per round by an update; `None` at first
+    updates_since: int = 0  # updates of other arms since the last one of this arm
 
 
 @dataclass

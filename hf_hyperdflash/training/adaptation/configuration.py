@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..flags import RECIPES
+from ..flags import RECIPES, TrainingFlags
 
 POLICIES = ("bandit", "always", "never")
 
@@ -65,6 +65,4 @@ class AdaptationConfig:
             raise ValueError(f"`learning_rate` is {rate!r}, expected a number of more than 0.")
         if not isinstance(self.share, (int, float)) or not 0 < self.share <= 1:
             raise ValueError(f"`share` is {self.share!r}, expected a number of more than 0 and at most 1.")
-        for name, value in RECIPES[self.recipe].items():
-            setattr(self, name, value)  # as the objective reads them
-        self.kl_temperature, self.kl_teacher, self.loss_chunk_size = 1.0, "hc_head", 256
+        self.loss = TrainingFlags(num_anchors=self.num_anchors, **RECIPES[self.recipe])

@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ...drafters.parts.heads import HEADS
 from ...drafters.unrolled.drafter import UnrolledDrafter
 from ...targets.registry import target_of
 from ..data.blocks import expected_rounds, sample_anchors
-from ..losses.objective import Batch, LossSettings, collate
+from ..losses.objective import Batch, collate
 from ..losses.unrolled import make_objective
 from .configuration import AdaptationConfig
 
@@ -38,9 +38,9 @@ class Learner:
             )
         seen = target_of(target)
         drafter.check_trainable(seen)
-        self.config, self.objective = config, make_objective(drafter, seen, cast(LossSettings, config))
+        self.config, self.objective = config, make_objective(drafter, seen, config.loss, config.seed)
         self.layer_ids, self.steps_taken = self.objective.layer_ids, 0
-        self.copy: nn.Module = copy.deepcopy(drafter).float().requires_grad_(False)
+        self.copy = copy.deepcopy(drafter).float().requires_grad_(False)
         everything = [name for name, _ in self.copy.named_parameters()]
         self.arms = {"heads": [name for name in everything if name.startswith(_HEADS)], "all": everything}
         self._optimizer = torch.optim.AdamW(self.copy.parameters(), config.learning_rate, weight_decay=0.0)
@@ -52,7 +52,15 @@ class Learner:
             parameters[name].requires_grad_(True)
         try:
             for batch in batches:
-                self._step(batch)
+                for group in self._optimizer.param_groups:
+                    group["lr"] = self.config.learning_rate * min(1.0, (self.steps_taken + 1) / _WARMUP)
+                self.objective.add_anchors(batch, self.steps_taken)
+                with torch.enable_grad(), torch.autocast(batch["residual"].device.type, enabled=False):
+                    self.objective.step(self.copy, batch, self.copy.vocabulary_table).loss.backward()
+                nn.utils.clip_grad_norm_([each for each in self.copy.parameters() if each.grad is not None], 1.0)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+                self.steps_taken += 1
                 if time.perf_counter() - began > seconds:
                     break
         finally:
@@ -76,25 +84,11 @@ class Learner:
                 batch = collate([rows[i] for i in chunk])
                 anchors = sample_anchors(self.objective.candidates(batch))[:, :_JUDGED]
                 with torch.autocast(batch["residual"].device.type, enabled=False):
-                    walk = self.objective.walk(self.copy, batch, anchors, self._table, drafts if is_sampled else 0)
+                    walk = self.objective.walk(
+                        self.copy, batch, anchors, self.copy.vocabulary_table, drafts if is_sampled else 0
+                    )
                 rates = walk.acceptance if is_sampled else walk.matches
                 for i, own, chances, left in zip(chunk, anchors, rates.float(), walk.available):
                     rounds = expected_rounds(own, chances[:, : int(rows[i]["drafts"])], left)
                     tau[i] = float((own >= 0).sum()) / max(rounds, 1.0)
         return tau
-
-    def _step(self, batch: Batch) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * min(1.0, (self.steps_taken + 1) / _WARMUP)
-        self.objective.add_anchors(batch, self.steps_taken)
-        with torch.enable_grad(), torch.autocast(batch["residual"].device.type, enabled=False):
-            self.objective.step(self.copy, batch, self._table).loss.backward()
-        trained = [each for each in self.copy.parameters() if each.grad is not None]
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.steps_taken += 1
-
-    @property
-    def _table(self) -> torch.Tensor | None:
-        return cast(Any, self.copy).vocabulary_table

@@ -22,14 +22,8 @@ class Sample:
         self._parts: deque[tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]] = deque()
 
     def add(self, residual: torch.Tensor, positions: torch.Tensor, following: torch.Tensor, is_written: bool) -> None:
-        """Append tokens.
-
-        Args:
-            residual: `[1, new, streams, config.hidden_size]` of `layer_ids`.
-            positions: Position ids, without padding, `[1, new]`.
-            following: The token after each, `[1, new]`.
-            is_written: Whether the target wrote them; else they belong to the prompt.
-        """
+        """Append tokens: residual `[1, new, streams, config.hidden_size]` of `layer_ids`, position ids without
+        padding, the token after each, and whether the target wrote them; else they belong to the prompt."""
         room = max(1, self.most_bytes // max(1, residual[0, 0].nbytes))  # of a long prompt
         part = residual[0, -room:], positions[0, -room:], following[0, -room:]
         self._parts.append((*part, is_written))
@@ -63,17 +57,19 @@ class ReplayBuffer:
         self._rows: deque[Batch] = deque()
         self.held_out: list[Batch] = []
         self._times_held_out = 0
-        self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(values.nbytes for row in self._rows for values in row.values())
+
     def add(self, row: Batch) -> None:
         """Append a row, and drop the oldest rows if there are too many bytes."""
         self._rows.append(row)
-        self.nbytes += _size(row)
         while self.nbytes > self.most_bytes and len(self._rows) > 1:
-            self.nbytes -= _size(self._rows.popleft())
+            self._rows.popleft()
 
     def newest(self, count: int) -> list[Batch]:
         """Return the last rows."""
@@ -93,7 +89,6 @@ class ReplayBuffer:
         at = len(self._rows) - 1 - self._random.randrange(new)
         row = self._rows[at]
         del self._rows[at]
-        self.nbytes -= _size(row)
         self.held_out[place : place + 1] = [row]
         return new - 1
 
@@ -105,7 +100,3 @@ class ReplayBuffer:
         new_count = max(count - len(old_rows), (count + 1) // 2)
         drawn = self._random.sample(new_rows, min(new_count, len(new_rows)))
         return collate(drawn + self._random.sample(old_rows, min(count - len(drawn), len(old_rows))))
-
-
-def _size(row: Batch) -> int:
-    return sum(values.nbytes for values in row.values())

@@ -124,11 +124,7 @@ def read_conversations(
     split: str = "train",
     limit: int | None = None,
 ) -> list[Conversation]:
-    """Return the different prompts of datasets, `limit` rows of each, and a line on what is left out.
-
-    Raises:
-        ValueError: If no row can be used.
-    """
+    """Return the different prompts of datasets, `limit` rows of each, and print what is left out."""
     found: dict[str, Conversation] = {}
     refused: list[str] = []
     read = 0
@@ -155,11 +151,7 @@ def read_conversations(
 
 
 class WrittenAnswers:
-    """The answers in a file, and what shaped them in the file beside it.
-
-    Raises:
-        ValueError: If other settings shaped what is written, or something else wrote it.
-    """
+    """The answers in a file, and what shaped them in the file beside it. Those of other settings are refused."""
 
     def __init__(self, path: Path, settings: Mapping[str, str | float | None]) -> None:
         self.path, self.settings = path, settings
@@ -209,9 +201,15 @@ class WrittenAnswers:
         unfinished = self.beside.with_name(f"{self.beside.name}.tmp")  # a kill leaves the settings whole
         unfinished.write_text(json.dumps(self.settings, indent=1))
         os.replace(unfinished, self.beside)
+        # Conversations that share batches: single turns; longer ones with neighbours in length.
+        single, several = ([c for c in asked if c.has_several == wanted] for wanted in (False, True))
+        chunks, size = _batches(single, target, how.batch_size), CHUNK * how.batch_size
+        several.sort(key=lambda c: len(c.ids))
+        chunks += [several[first : first + size] for first in range(0, len(several), size)]
+        random.Random(how.seed).shuffle(chunks)  # a run that is stopped early has seen prompts of all kinds
         bar = {"total": len(asked), "initial": len(asked) - len(waiting), "smoothing": 0}  # its end by the mean
         with self.path.open("a") as file, tqdm(**bar, desc="answering", unit="prompt") as progress:
-            for chunk in _chunks(asked, target, how):
+            for chunk in chunks:
                 for over in self._answered(target, tokenizer, chunk, how):
                     new = [conversation for conversation in over if conversation.prompt_id in waiting]
                     file.writelines(json.dumps(conversation.row()) + "\n" for conversation in new)
@@ -230,18 +228,17 @@ class WrittenAnswers:
         only read."""
         while chunk:
             following: list[Conversation] = []
-            for group in _groups(chunk, target):
-                for batch in _pieces(group, how.batch_size):
-                    if all(len(c.messages) < len(self.answers.get(c.prompt_id, ())) for c in batch):
-                        answers = [self.answers[c.prompt_id][len(c.messages)] for c in batch]
-                    else:
-                        answers = answer_batch(target, tokenizer, batch, how)
-                    over: list[Conversation] = []
-                    for conversation, (message, truncated) in zip(batch, answers):
-                        conversation.truncated = truncated
-                        conversation.messages.append(message)
-                        (following if conversation.ask(tokenizer, how) else over).append(conversation)
-                    yield over
+            for batch in _batches(chunk, target, how.batch_size):
+                if all(len(c.messages) < len(self.answers.get(c.prompt_id, ())) for c in batch):
+                    answers = [self.answers[c.prompt_id][len(c.messages)] for c in batch]
+                else:
+                    answers = answer_batch(target, tokenizer, batch, how)
+                over: list[Conversation] = []
+                for conversation, (message, truncated) in zip(batch, answers):
+                    conversation.truncated = truncated
+                    conversation.messages.append(message)
+                    (following if conversation.ask(tokenizer, how) else over).append(conversation)
+                yield over
             chunk = following
 
     def summary(self, max_new_tokens: int) -> str:
@@ -254,26 +251,12 @@ class WrittenAnswers:
         return f"{text}."
 
 
-def _groups(conversations: list[Conversation], target: PreTrainedModel) -> list[list[Conversation]]:
-    """Yield those that may share batches, shortest first: all of them, or those of each length."""
-    ordered = sorted(conversations, key=lambda c: len(c.ids))
-    by_length = target_of(target).skips_padding
-    return [list(group) for _, group in groupby(ordered, key=lambda c: len(c.ids) if by_length else 0)]
-
-
-def _pieces(conversations: list[Conversation], size: int) -> list[list[Conversation]]:
-    return [conversations[first : first + size] for first in range(0, len(conversations), size)]
-
-
-def _chunks(
-    conversations: list[Conversation], target: PreTrainedModel, how: AnswerSettings
-) -> list[list[Conversation]]:
-    """Return conversations that share batches: single turns; longer ones with neighbours in length."""
-    single, several = ([c for c in conversations if c.has_several == wanted] for wanted in (False, True))
-    chunks = [piece for group in _groups(single, target) for piece in _pieces(group, how.batch_size)]
-    chunks += _pieces(sorted(several, key=lambda c: len(c.ids)), CHUNK * how.batch_size)
-    random.Random(how.seed).shuffle(chunks)  # a run that is stopped early has seen prompts of all kinds
-    return chunks
+def _batches(conversations: list[Conversation], target: PreTrainedModel, size: int) -> list[list[Conversation]]:
+    """Return batches of neighbours in length, or of one length where the text would depend on the padding; the
+    shortest prompts first."""
+    ordered, by_length = sorted(conversations, key=lambda c: len(c.ids)), target_of(target).skips_padding
+    groups = [list(group) for _, group in groupby(ordered, key=lambda c: len(c.ids) if by_length else 0)]
+    return [group[first : first + size] for group in groups for first in range(0, len(group), size)]
 
 
 def answer_batch(

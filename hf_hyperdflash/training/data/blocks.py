@@ -15,12 +15,7 @@ _EVERYTHING = AttentionSpan()
 
 
 def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Return where a block can start, `[batch, seq]`: at supervised tokens followed by one of the same document.
-
-    Args:
-        loss_mask: `[batch, seq]`, `True` on assistant tokens.
-        position_ids: `[batch, seq]`, counting from 0 in every packed document.
-    """
+    """Return where a block can start, `[batch, seq]`: at supervised tokens followed by one of the same document."""
     follows = (position_ids[:, 1:] == position_ids[:, :-1] + 1) & loss_mask[:, 1:]
     return loss_mask & torch.nn.functional.pad(follows, (0, 1))
 
@@ -28,16 +23,9 @@ def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> to
 def sample_anchors(
     candidates: torch.Tensor, num_anchors: int | None = None, seeds: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Draw anchors from the candidates of each row, without replacement; without `seeds`, return all of them.
-
-    Args:
-        candidates: `[batch, seq]` of [`anchor_candidates`].
-        num_anchors: Most anchors per row.
-        seeds: One per row, [`anchor_seeds`]. The draw does not depend on the rest of the batch or on padding.
-
-    Returns:
-        Indices into the row, `[batch, anchors]`, ascending; -1 where a row has fewer than another, and at least one.
-    """
+    """Draw at most `num_anchors` anchors from the candidates of each row, without replacement, by its seed of
+    [`anchor_seeds`], whatever the rest of the batch and the padding; without `seeds`, return all of them. The result
+    is `[batch, anchors]`, ascending; -1 where a row has fewer than another, and at least one."""
     drawn = [row.nonzero().flatten() for row in candidates]
     for i, seed in enumerate(seeds):
         order = torch.randperm(len(drawn[i]), generator=torch.Generator().manual_seed(seed))
@@ -47,11 +35,8 @@ def sample_anchors(
 
 
 def anchor_seeds(input_ids: torch.Tensor, loss_mask: torch.Tensor, seed: int, step: int) -> list[int]:
-    """Return one seed per row, from the run's seed, the optimizer step and the supervised text.
-
-    No random state is involved: a resumed run, another batch layout and another number of processes draw the same
-    anchors.
-    """
+    """Return one seed per row, from the run's seed, the optimizer step and the supervised text. No random state is
+    involved: a resumed run, another batch layout and another number of processes draw the same anchors."""
     start = zlib.crc32(f"{seed},{step}".encode())
     return [zlib.crc32(ids[mask].cpu().numpy().tobytes(), start) for ids, mask in zip(input_ids, loss_mask)]
 
@@ -59,11 +44,8 @@ def anchor_seeds(input_ids: torch.Tensor, loss_mask: torch.Tensor, seed: int, st
 def block_labels(
     input_ids: torch.Tensor, loss_mask: torch.Tensor, position_ids: torch.Tensor, anchors: torch.Tensor, drafts: int
 ) -> torch.Tensor:
-    """Return the labels, `[batch, anchors, drafts]`.
-
-    Draft position k of anchor a has the token at a+k. Labels are -100 from the first token on that is not supervised
-    or belongs to another document, and for missing anchors.
-    """
+    """Return the labels, `[batch, anchors, drafts]`: draft position k of anchor a has the token at a+k. Labels are
+    -100 from the first token on that is not supervised or belongs to another document, and for missing anchors."""
     steps = torch.arange(1, drafts + 1, device=input_ids.device)
     first = anchors.clamp(min=0)
     at = first.unsqueeze(-1) + steps
@@ -77,7 +59,6 @@ def block_labels(
 
 def previous_tokens(input_ids: torch.Tensor, anchors: torch.Tensor, drafts: int) -> torch.Tensor:
     """Return the token before each draft position, `[batch, anchors, drafts]`: the anchor, then the text's tokens.
-
     Wherever a draft counts, drafting has chosen the same token before it. Positions after the row's end have no label.
     """
     at = anchors.clamp(min=0).unsqueeze(-1) + torch.arange(drafts, device=anchors.device)
@@ -87,17 +68,9 @@ def previous_tokens(input_ids: torch.Tensor, anchors: torch.Tensor, drafts: int)
 def block_mask(
     anchors: torch.Tensor, position_ids: torch.Tensor, block_size: int, span: AttentionSpan = _EVERYTHING
 ) -> torch.Tensor:
-    """Return the attention mask: a block sees its document strictly before its anchor, and itself, within `span`.
-
-    Args:
-        anchors: Indices `[batch, anchors]`, -1 for missing ones (they see only their own block).
-        position_ids: `[batch, context]`, counting from 0 in every packed document.
-        block_size: Slots per block.
-        span: What its slots see.
-
-    Returns:
-        Boolean `[batch, 1, anchors * block_size, context + anchors * block_size]`.
-    """
+    """Return the attention mask, boolean `[batch, 1, anchors * block_size, context + anchors * block_size]`: a block
+    sees its document strictly before its anchor, and itself, within `span`. A missing anchor, -1, sees only its own
+    block. `position_ids`, `[batch, context]`, count from 0 in every packed document."""
     device, count = anchors.device, anchors.shape[1]
     documents = position_ids.gather(1, anchors.clamp(min=0)).unsqueeze(-1)  # tokens of each before its anchor
     back = anchors.unsqueeze(-1) - torch.arange(position_ids.shape[1], device=device)

@@ -29,6 +29,7 @@ def encode_chat(
     truncated: bool = False,
     tools: list[Tool] | None = None,
     end_ids: Collection[int] | None = None,
+    notes: list[str] | None = None,
 ) -> dict[str, list[int]]:
     """Tokenize a conversation with the tokenizer's chat template and mark the assistant's tokens: `input_ids` `[seq]`
     and `loss_mask` `[seq]`, 1 on the tokens of answers including the end of the turn.
@@ -43,28 +44,13 @@ def encode_chat(
     (GLM's `<|user|>`), that belongs to the answer. It is added after the last one.
 
     Tokens are those of the whole text, as the tokenizer writes them. One that reaches from a prompt into an answer,
-    which generation never writes, is written as two where the tokenizer can, else it is not supervised."""
-    ids, mask, _ = encode_with_notes(tokenizer, messages, truncated, tools, end_ids)
-    return {"input_ids": ids, "loss_mask": mask}
+    which generation never writes, is written as two where the tokenizer can, else it is not supervised.
 
-
-def end_ids_of(target: PreTrainedModel) -> list[int]:
-    """Return the tokens that end a target's text."""
-    ends: Any = target.generation_config.eos_token_id if target.generation_config else None
-    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
-
-
-def encode_with_notes(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    truncated: bool,
-    tools: list[Tool] | None,
-    end_ids: Collection[int] | None = None,
-) -> tuple[list[int], list[int], list[str]]:
-    """Return tokens, loss mask, and notes on parts that are not supervised, keys of
-    [`~training.data.rows.LOG_LINES`]: one for each answer that is not."""
+    `notes` gets the reasons of what is not supervised, keys of [`~training.data.rows.LOG_LINES`]: one for each answer.
+    """
+    notes = [] if notes is None else notes
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    notes = ["excluded" for i in answers if not _is_trained(messages[i])]
+    notes += ["excluded" for i in answers if not _is_trained(messages[i])]
     trained = [i for i in answers if _is_trained(messages[i])]
     if trained and trained[-1] + 1 < len(messages):
         notes += ["tail"] * (trained[-1] == answers[-1])
@@ -75,11 +61,26 @@ def encode_with_notes(
     if spans:
         text, spans = _with_ends(tokenizer, text, spans, messages[-1], tools, end_ids)
     if truncated and spans and found[-1] is not None and messages[-1]["role"] == "assistant":
-        located = len(spans)
-        text, spans = _cut_after_answer(text, spans, messages[-1])
+        # The text ends after the words of the last answer. If they are not found, that is not supervised.
+        located, answer = len(spans), messages[-1].get("content") or messages[-1].get("reasoning_content") or ""
+        for words in (answer, answer.strip()):
+            first = text.rfind(words) if words else -1
+            cut = first + len(words)
+            if any(start <= first and cut <= end for start, end in spans):
+                text, spans = text[:cut], [(start, min(end, cut)) for start, end in spans if start < cut]
+                break
+        else:
+            spans = spans[:-1]
         notes += ["uncut"] * (located - len(spans))
     ids, mask, joined = _tokens(tokenizer, text, spans)
-    return ids, mask, notes + ["joined"] * joined
+    notes += ["joined"] * joined
+    return {"input_ids": ids, "loss_mask": mask}
+
+
+def end_ids_of(target: PreTrainedModel) -> list[int]:
+    """Return the tokens that end a target's text."""
+    ends: Any = target.generation_config.eos_token_id if target.generation_config else None
+    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
 
 
 def _is_trained(message: Message) -> bool:
@@ -247,11 +248,7 @@ def render(
     thinking: bool,
     prompt: bool,
 ) -> str:
-    """Render a conversation with the tokenizer's chat template.
-
-    Raises:
-        ValueError: If the template refuses it.
-    """
+    """Render a conversation with the tokenizer's chat template."""
     mode: dict[str, Any] = {"thinking": thinking, "enable_thinking": thinking}
     template = chat_template_of(tokenizer, tools)
     conversation = spelled(messages, template, template_reading(tokenizer, template))
@@ -315,17 +312,6 @@ def _spans_by_prefix(
     return text, spans, reasons
 
 
-def _cut_after_answer(text: str, spans: Spans, message: Message) -> tuple[str, Spans]:
-    """Cut the conversation after the words of its last answer. If they are not found, the answer is not supervised."""
-    answer = message.get("content") or message.get("reasoning_content") or ""
-    for words in (answer, answer.strip()):
-        first = text.rfind(words) if words else -1
-        end = first + len(words)
-        if any(start <= first and end <= stop for start, stop in spans):
-            return text[:end], [(start, min(stop, end)) for start, stop in spans if start < end]
-    return text, spans[:-1]
-
-
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     rows: Iterable[Mapping[str, Any]],
@@ -347,9 +333,15 @@ def encode_prompts(
             raise ValueError(f'Row {number} (the first is 0) is {row!r}, expected a row like {{"turns": ["..."]}}.')
         try:
             with locating_errors(row, number):
-                text = render(
-                    tokenizer, _without_last_answer(to_messages(row)), read_tools(row), thinking, prompt=True
-                )
+                messages = to_messages(row)
+                roles = [message["role"] for message in messages]
+                while roles and roles[-1] == "assistant":
+                    roles.pop()
+                while roles[-2:] == ["user", "user"]:
+                    roles.pop()
+                if not roles:
+                    raise ValueError("The conversation asks nothing: expected a message before the answer.")
+                text = render(tokenizer, messages[: len(roles)], read_tools(row), thinking, prompt=True)
         except ValueError as error:
             if at_most is None:
                 raise
@@ -359,14 +351,3 @@ def encode_prompts(
     if refused and not prompts:
         raise refused
     return prompts
-
-
-def _without_last_answer(messages: list[Message]) -> list[Message]:
-    roles = [message["role"] for message in messages]
-    while roles and roles[-1] == "assistant":
-        roles.pop()
-    while roles[-2:] == ["user", "user"]:
-        roles.pop()
-    if not roles:
-        raise ValueError("The conversation asks nothing: expected a message before the answer.")
-    return messages[: len(roles)]

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -32,7 +32,7 @@ def add_file_positions(rows: Dataset | IterableDataset, source: str) -> Dataset 
 
 
 @contextmanager
-def locating_errors(row: Mapping[str, Any], number: int) -> Iterator[None]:
+def locating_errors(row: Mapping[str, object], number: int) -> Iterator[None]:
     """Prefix the message of a `ValueError` with the position of the row."""
     try:
         yield

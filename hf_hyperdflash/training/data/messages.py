@@ -46,9 +46,8 @@ def to_messages(row: Mapping[str, Json]) -> list[Message]:
     the answer's reasoning. A thinking model's reasoning is a message's `reasoning_content` (read as `reasoning` and
     `thinking`, too). An answer whose `train`, `weight` or `loss` is 0 keeps `train` False.
 
-    Raises:
-        ValueError: If the row has none of these columns, a conversation an unknown speaker or no text, or there is a
-            field that would change the text and is not read, as `images`.
+    A row with none of these columns, an unknown speaker, no text, or a field that would change the text and is not
+    read, as `images`, is refused.
     """
     given: dict[str, Json] = {
         name: value for name, value in row.items() if value not in (None, "", []) and name != POSITION_COLUMN
@@ -136,11 +135,7 @@ def _exchange(
 
 
 def read_tools(row: Mapping[str, Json]) -> list[Tool] | None:
-    """Return the tools that a row's conversation may call, from a list of JSON schemas or its JSON text.
-
-    Raises:
-        ValueError: If its `tools` are neither.
-    """
+    """Return the tools that a row's conversation may call, from a list of JSON schemas or its JSON text."""
     given = row.get("tools")
     if not given:
         return None
@@ -261,10 +256,6 @@ def _checked_list(given: Json, kind: type = object) -> list[Any]:
 def _from_sharegpt(turn: Json) -> Message:
     if not isinstance(turn, Mapping):
         raise ValueError(f"A turn of a conversation is {turn!r}, expected `from` and `value`.")
-    message: Message = {
-        name: value for name, value in turn.items() if name not in ("from", "value") and value is not None
-    }
-    for name, sharegpt_name in (("role", "from"), ("content", "value")):
-        if turn.get(sharegpt_name) is not None:
-            message[name] = turn[sharegpt_name]
-    return message
+    message = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
+    named = (("role", turn.get("from")), ("content", turn.get("value")))
+    return message | {name: value for name, value in named if value is not None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .blocks import anchor_candidates
-from .encoding import chat_template_of, encode_with_notes
+from .encoding import chat_template_of, encode_chat
 from .file_positions import POSITION_COLUMN, check_encoding, locating_errors, read_rows
 from .messages import read_tools, says_nothing, to_messages
 
@@ -92,16 +91,15 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
 
     suffix = os.path.splitext(source)[1].lower()
     if os.path.exists(source):
-        with _explaining_read_errors(source, suffix, streaming):
+        is_json = suffix in (".json", ".jsonl") and not os.path.isdir(source)
+        with _explaining_read_errors(source, is_json, streaming):
             if not os.path.isdir(source):
-                is_json = suffix in (".json", ".jsonl")
                 if is_json and streaming:
                     return IterableDataset.from_generator(read_rows, gen_kwargs={"path": source})
                 reader = "parquet" if suffix == ".parquet" else "json"
                 rows = load_dataset(reader, data_files=source, split="train", streaming=streaming)
-                mixed = (
-                    [name for name, feature in rows.features.items() if "Json(" in repr(feature)] if is_json else []
-                )
+                features = rows.features if is_json else {}
+                mixed = [name for name, feature in features.items() if "Json(" in repr(feature)]
                 if mixed and len(read := list(read_rows(source))) == len(rows):
                     for name in mixed:  # columns of several types, with the values of the file
                         rows = _json_column(rows, name, [row.get(name) for row in read])
@@ -146,17 +144,13 @@ def joined(parts: list[Any]) -> Any:
     return concatenate_datasets(parts)
 
 
-def _rows_of(parts: list[Any]) -> Iterator[Any]:
+def _rows_of(parts: list[Iterable[object]]) -> Iterator[object]:
     for part in parts:
         yield from part
 
 
-def _json_column(rows: Dataset, name: str, values: Iterable[Any]) -> Dataset:
-    """Replace a column by one whose values may have several types.
-
-    Raises:
-        ValueError: If `datasets` is too old for that.
-    """
+def _json_column(rows: Dataset, name: str, values: Iterable[object]) -> Dataset:
+    """Replace a column by one whose values may have several types."""
     try:
         from datasets import Json
     except ImportError as error:
@@ -169,19 +163,14 @@ def _json_column(rows: Dataset, name: str, values: Iterable[Any]) -> Dataset:
 
 
 @contextmanager
-def _explaining_read_errors(path: str, suffix: str, streaming: bool) -> Iterator[None]:
-    """Explain errors of `datasets` with the line of a JSON file. The first lines of a stream are checked at once."""
+def _explaining_read_errors(path: str, is_json: bool, streaming: bool) -> Iterator[None]:
+    """Explain errors of `datasets`, with the line of a JSON file. The first lines of a stream are checked at once."""
     from datasets.exceptions import DatasetsError
 
-    files = found = [path] if suffix in (".json", ".jsonl") else []
-    if os.path.isdir(path):
-        files = sorted(glob.glob(os.path.join(glob.escape(path), "*.jsonl")))
-        found = sorted(glob.glob(os.path.join(glob.escape(path), "**", "*.json*"), recursive=True))
-    for file in files if streaming else ():
-        deque(islice(read_rows(file), _FIRST_ROWS), maxlen=0)
-    for file in found:
-        if file.endswith((".json", ".jsonl")):
-            check_encoding(file)
+    if is_json and streaming:
+        deque(islice(read_rows(path), _FIRST_ROWS), maxlen=0)
+    if is_json:
+        check_encoding(path)
     reader = logging.getLogger("datasets.packaged_modules")
     level = reader.level
     reader.setLevel(logging.CRITICAL)  # its message says what is wrong, but not where
@@ -192,8 +181,8 @@ def _explaining_read_errors(path: str, suffix: str, streaming: bool) -> Iterator
             f"{path} has no dataset: expected .json, .jsonl or .parquet files, or what `save_to_disk` wrote."
         ) from error
     except (DatasetsError, StopIteration, ValueError) as error:
-        for file in files:
-            deque(read_rows(file), maxlen=0)  # raises with the line
+        if is_json:
+            deque(read_rows(path), maxlen=0)  # raises with the line
         if isinstance(error, ValueError):
             raise
         raise ValueError(
@@ -208,19 +197,15 @@ def truncate(input_ids: list[int], loss_mask: list[int], max_length: int) -> tup
     """Cut a document to at most `max_length` neighbouring tokens, so that supervised ones stay.
 
     The beginning is kept if the first supervised token lies in its first half. Otherwise the document is cut on the
-    left until half of `max_length`, or more if little text follows, precedes the first supervised token.
-    """
+    left until half of `max_length`, or more if little text follows, precedes the first supervised token."""
     first = loss_mask.index(1) if 1 in loss_mask else 0
     start = max(0, min(first - max_length // 2, len(input_ids) - max_length))
     return input_ids[start : start + max_length], loss_mask[start : start + max_length]
 
 
 def pack(lengths: list[int], max_length: int) -> list[list[int]]:
-    """Distribute whole documents over rows of at most `max_length` tokens: best fit, longest documents first.
-
-    Returns:
-        For every row the indices of its documents, ascending; rows in the order of their first document.
-    """
+    """Distribute whole documents over rows of at most `max_length` tokens: best fit, longest documents first. Return
+    of each row the indices of its documents, ascending; rows in the order of their first document."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # tokens left and row, fullest rows first
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -234,25 +219,13 @@ def pack(lengths: list[int], max_length: int) -> list[list[int]]:
     return sorted(sorted(row) for row in rows)
 
 
-def frequent_tokens(rows: Iterable[Mapping[str, Any]], count: int, vocab_size: int) -> torch.Tensor:
-    """Return the most frequent tokens of supervised text of rows as [`prepare_dataset`] returns them, `[count]`,
-    ascending; of equally frequent ones the first."""
-    return count_tokens(rows, vocab_size).sort(descending=True, stable=True).indices[:count].sort().values
-
-
-def count_tokens(rows: Iterable[Mapping[str, Any]], vocab_size: int) -> torch.Tensor:
+def count_tokens(rows: Iterable[Mapping[str, object]], vocab_size: int) -> torch.Tensor:
     """Return how often supervised text has each token, `[vocab_size]`, of rows as [`prepare_dataset`] returns them."""
     seen = torch.zeros(vocab_size, dtype=torch.long)
     for row in rows:
         ids = torch.as_tensor(row["input_ids"]).long()[torch.as_tensor(row["loss_mask"]).bool()]
         seen.index_add_(0, ids, torch.ones_like(ids))
     return seen
-
-
-def covering_size(counts: torch.Tensor, share: float) -> int:
-    """Return how many of the most frequent tokens make up a share of a text, by [`count_tokens`]."""
-    most_first = counts.sort(descending=True).values.cumsum(0)
-    return min(int((most_first < share * int(counts.sum())).sum()) + 1, len(counts))
 
 
 def prepare_dataset(
@@ -262,33 +235,21 @@ def prepare_dataset(
     max_length: int,
     packing: bool = False,
     vocab_size: int | None = None,
-    num_proc: int | None = None,
     positions: int | None = None,
     end_ids: Collection[int] | None = None,
 ) -> Dataset | IterableDataset:
-    """Turn conversations into training rows: lists `input_ids`, `loss_mask` and `position_ids`, which count from 0 in
-    every document. A list becomes a map-style dataset.
+    """Turn conversations that [`to_messages`] understands, or tokenized rows of `input_ids` and `loss_mask`, with
+    `position_ids` if they are packed, into training rows: lists of these three; position ids count from 0 in every
+    document. A list becomes a map-style dataset. `truncated` marks answers that hit a token limit.
 
     Skipped are conversations that cannot be read or that the chat template refuses, and rows without an anchor, two
     neighbouring supervised tokens of one document. How many, why and where the first is, how many were cut to
     `max_length` and what else of conversations is not trained on is logged: at once for a map-style dataset, at every
     doubling for a streaming one.
 
-    Args:
-        dataset: Rows that [`to_messages`] understands (`truncated` marks answers that hit a token limit, `tools` are
-            what the assistant may call), or tokenized ones: `input_ids` and `loss_mask`, with `position_ids` if they
-            are packed already.
-        tokenizer: The target's tokenizer; may be `None` for tokenized rows.
-        max_length: Longest row, in tokens. [`truncate`] shortens documents.
-        packing: Put several documents into a row, chosen from 1,000 at a time; none is split.
-        vocab_size: The target's: tokenized rows with other ids are refused.
-        num_proc: Processes that tokenize a map-style dataset.
-        positions: The target's: longer rows than these cannot be had.
-        end_ids: As of [`encode_chat`].
-
-    Raises:
-        ValueError: If no row (of the first 1,000 of a stream) is left, or a tokenized row does not fit the arguments.
-    """
+    `packing` puts several documents into a row, chosen from 1,000 at a time; none is split. `vocab_size` and
+    `positions` are the target's: tokenized rows with other ids are refused, and no row can be longer. Raise a
+    `ValueError` if no row (of the first 1,000 of a stream) is left, or a tokenized row does not fit the arguments."""
     from datasets import Dataset, Features, IterableDataset, Sequence, Value
 
     if isinstance(dataset, dict):
@@ -312,19 +273,13 @@ def prepare_dataset(
         chat_template_of(tokenizer)  # says that there is none, which is no row's fault
     features = Features({name: Sequence(Value("int32")) for name in _COLUMNS})
     with_notes = Features({**features, _NOTES: Sequence(Value("string")), _POSITION: Value("string")})
-    how: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "max_length": max_length,
-        "vocab_size": vocab_size,
-        "end_ids": end_ids,
-    }
-    processes = {} if streaming else {"num_proc": num_proc}
+    how: dict[str, Any] = dict(tokenizer=tokenizer, max_length=max_length, vocab_size=vocab_size, end_ids=end_ids)
     if isinstance(dataset, list):  # one by one: a column of Arrow has one type, and rows of a list may have several
         encoded = [_encode_row(row, number, **how) for number, row in enumerate(dataset)]
         documents = Dataset.from_list(encoded, features=with_notes)
     else:
         documents = dataset.with_format(None).map(
-            _encode_row, with_indices=True, fn_kwargs=how, remove_columns=columns, features=with_notes, **processes
+            _encode_row, with_indices=True, fn_kwargs=how, remove_columns=columns, features=with_notes
         )
     report = _Report(max_length, positions)
     if streaming:
@@ -337,16 +292,18 @@ def prepare_dataset(
             raise first.nothing_left(f"the first {_FIRST_ROWS:,} rows", columns)
         rows = documents.filter(report.count_and_check, input_columns=[_NOTES, _POSITION])
     else:
-        rows = documents.filter(_is_usable, input_columns=[_NOTES], num_proc=num_proc)
+        rows = documents.filter(_is_usable, input_columns=[_NOTES])
         for notes, position in zip(documents[_NOTES], documents[_POSITION]):
             report.add(notes, position)
         if not len(rows):
             raise report.nothing_left(f"{len(documents)} rows", columns)
-        report.log_all()
+        reasons = sorted(report.why, key=lambda reason: -report.count[reason])
+        for name in dict.fromkeys([*reasons, *LOG_LINES]):
+            report.log(name)
     rows = rows.remove_columns([_NOTES, _POSITION])
     if not packing:
         return rows
-    return rows.map(_pack_rows, batched=True, fn_kwargs={"max_length": max_length}, features=features, **processes)
+    return rows.map(_pack_rows, batched=True, fn_kwargs={"max_length": max_length}, features=features)
 
 
 def _encode_row(
@@ -368,10 +325,10 @@ def _encode_row(
                 "tokenizer (`processing_class` of the trainer)."
             )
         else:
-            ids, mask, notes = [], [], []
+            ids, mask = [], []
             try:
-                messages, tools = to_messages(row), read_tools(row)
-                ids, mask, notes = encode_with_notes(tokenizer, messages, bool(row.get("truncated")), tools, end_ids)
+                messages, tools, is_cut = to_messages(row), read_tools(row), bool(row.get("truncated"))
+                ids, mask = encode_chat(tokenizer, messages, is_cut, tools, end_ids, notes).values()
                 answers = [m for m in messages if m["role"] == "assistant" and m.get("train") is not False]
                 if answers and all(map(says_nothing, answers)) and sum(mask) < 2:
                     notes = ["empty"]
@@ -458,11 +415,6 @@ class _Report:
             if self.count[name].bit_count() == 1:
                 self.log(name)
         return _is_usable(notes)
-
-    def log_all(self) -> None:
-        reasons = sorted(self.why, key=lambda reason: -self.count[reason])
-        for name in dict.fromkeys([*reasons, *LOG_LINES]):
-            self.log(name)
 
     def log(self, name: str) -> None:
         if self.count[name]:

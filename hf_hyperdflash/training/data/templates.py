@@ -22,11 +22,7 @@ _ID = "000000000"  # of a call: Mistral's templates want nine characters
 
 
 def read_chat_template(path: str | Path, option: str) -> str:
-    """Read the chat template that replaces a tokenizer's.
-
-    Raises:
-        ValueError: If there is no such file, or it is no template in UTF-8; with the option that names it.
-    """
+    """Read the chat template that replaces a tokenizer's; errors name the `option`."""
     if not Path(path).is_file():
         raise ValueError(f"`{option}` is {str(path)!r}, and there is no such file.")
     try:
@@ -42,21 +38,13 @@ def read_chat_template(path: str | Path, option: str) -> str:
 
 
 class TemplateReading(NamedTuple):
-    """What a chat template reads and writes.
+    """What a chat template reads and writes."""
 
-    Attributes:
-        parts: The roles whose `content` it reads as a list of parts alone.
-        call_content: The `content` that a call without one needs; `None` if it needs none.
-        writes_arguments: Whether it writes the arguments of a call as they are, and so needs their JSON text.
-        after_answer: What it writes after an answer when the user goes on.
-        after_call: What it writes after a call when the tool answers.
-    """
-
-    parts: frozenset[str]
-    call_content: str | None
-    writes_arguments: bool
-    after_answer: str
-    after_call: str
+    parts: frozenset[str]  # the roles whose `content` it reads as a list of parts alone
+    call_content: str | None  # the `content` that a call without one needs; `None` if it needs none
+    writes_arguments: bool  # the arguments of a call as they are, so that it needs their JSON text
+    after_answer: str  # what it writes after an answer when the user goes on
+    after_call: str  # what it writes after a call when the tool answers
 
 
 def template_reading(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateReading:
@@ -117,10 +105,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 def spelled(messages: list[Message], template: str, reading: TemplateReading) -> list[Message]:
     """Return messages in the words that a template reads: content as text or parts, reasoning under each name that it
     has for it (with transformers 5.24, `thinking` is one), and the arguments of calls as a dictionary or as text.
-
-    Raises:
-        ValueError: If the template needs a dictionary, and a call's arguments are the text of none.
-    """
+    Raise a `ValueError` if it needs a dictionary, and a call's arguments are the text of none."""
     names = [name for name in REASONING[1:] if re.search(rf"""[.'"]{name}\b""", template)]
     found = []
     for given in messages:

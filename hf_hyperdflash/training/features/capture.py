@@ -22,8 +22,7 @@ def compute_residual(
 
     The target runs over each document alone, whose `position_ids` count from 0, so that none sees another: V4's
     compressors have no mask for that. Padding on the right changes nothing, because every part of V4 is causal."""
-    packed = bool((position_ids != torch.arange(input_ids.shape[1], device=position_ids.device)).any())
-    if not packed:
+    if not (position_ids != torch.arange(input_ids.shape[1], device=position_ids.device)).any():  # not packed
         return _forward(target, input_ids, target_layer_ids).to(input_ids.device)
     documents = split_documents(input_ids.flatten(), position_ids.flatten())
     residual = compute_document_residuals(target, documents, target_layer_ids)

@@ -16,6 +16,7 @@ import reprlib
 import shutil
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -56,33 +57,29 @@ class Part(NamedTuple):
     rows: int
     tokens: int
 
+    def file(self, directory: Path) -> Path:
+        return directory / f"{self.name}.safetensors"
+
 
 class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """The target's residual streams of every row of a dataset, on disk: written once, read many times.
 
     By default it is the pre-collapse residual. Nothing else of the target is stored: the teacher's logits follow from
-    the residual ([`~training.losses.teacher.teacher_states`]). Items are those of [`FeatureCache.__getitem__`].
-
-    Args:
-        directory: Where [`FeatureCache.write`] put it, or a folder with the files of several caches.
-        target: The target it was written from. Loaded with `num_hidden_layers=0` it is enough to train from the cache:
-            then only embedding, final norm, collapse and language model head are compared.
+    the residual ([`~training.losses.objective.teacher_states`]). The directory is where [`FeatureCache.write`] put it,
+    or a folder with the files of several caches of one target. A target loaded with `num_hidden_layers=0` is enough to
+    train from the cache: then only embedding, final norm, collapse and language model head are compared. `identity` is
+    what the residual depends on, `parts` are the files in the order of the rows, and items have the streams of
+    `target_layer_ids`.
 
     Raises:
         ValueError: If there is no complete cache, another target wrote it, caches that cannot be joined are there, or
             it is no target.
-
-    Attributes:
-        identity: What the residual depends on: target, tokenizer, layers and number format.
-        parts: The files, in the order of the rows.
-        target_layer_ids: The layers whose streams items have.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel) -> None:
-        self._open(_folder(directory), _describe_target(target))
-
-    def _open(self, directory: Path, target: Identity) -> None:
-        self.directory = directory
+    def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel | Identity) -> None:
+        """Open the cache for a target, or for its description, which takes time: every weight is read."""
+        directory = self.directory = _folder(directory)
+        target = target if isinstance(target, dict) else _describe_target(target)
         lists = _read_lists(directory)
         if not lists:
             raise ValueError(f"No feature cache in {directory}: write one with `FeatureCache.write`.")
@@ -104,11 +101,8 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self.target_layer_ids: Sequence[int] = self.identity["target_layer_ids"]
 
     def select_layers(self, target_layer_ids: Sequence[int]) -> FeatureCache:
-        """Return the same cache with items that have the streams of these layers only.
-
-        Raises:
-            ValueError: If one of them is not stored.
-        """
+        """Return the same cache with items that have the streams of these layers only, or raise a `ValueError` if one
+        of them is not stored."""
         _check_identity(self.directory, self.identity, {"target_layer_ids": target_layer_ids})
         chosen = copy.copy(self)
         chosen.target_layer_ids = list(target_layer_ids)
@@ -129,20 +123,12 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     ) -> FeatureCache:
         """Write the residual of all rows, continue an interrupted call, or open a complete cache.
 
-        Prints the size before it writes. An interrupted call, repeated with the same arguments, goes on after the
-        parts that it wrote, and ends in the same bytes as an uninterrupted one.
-
-        Args:
-            directory: Created if missing. Parts of some of the rows that are there already are used.
-            rows: Map-style dataset, one row per training sequence: `input_ids`, `loss_mask` (0 or 1) and
-                `position_ids` (counting from 0 in every packed document), lists of integers of one length.
-            target: The target, in eval mode.
-            dtype: `"float32"`, `"bfloat16"`, or `"float8"`: e4m3 with a float32 scale per token and stream.
-            target_layer_ids: Layers whose streams are stored, as in [`capture_residual`]. A cache that exists and has
-                more of them is opened for these.
-            tokenizer: What the rows were tokenized with; it is recorded, and compared where both are known.
-            batch_size: Documents per forward of the target.
-            shard_size: Bytes after which a new part begins; about twice as much memory is used.
+        Rows are map-style, one per training sequence: `input_ids`, `loss_mask` (0 or 1) and `position_ids` (counting
+        from 0 in every packed document), lists of integers of one length. `"float8"` is e4m3 with a float32 scale per
+        token and stream. The size is printed before anything is written. An interrupted call, repeated with the same
+        arguments, goes on after the parts that it wrote, and ends in the same bytes as an uninterrupted one. Parts of
+        some of the rows that are there already are used, and a cache with more layers is opened for the given ones. A
+        new part begins after `shard_size` bytes; about twice as much memory is used.
 
         Raises:
             ValueError: If the rows are malformed, the disk is too small, the residual is not finite, the directory
@@ -169,26 +155,20 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             path.mkdir(parents=True, exist_ok=True)
             with only_writer(path / "features"):
                 writer.complete()
-        cache = cls.__new__(cls)
-        cache._open(path, identity["target"])  # to compute it may read the target from disk, so it is reused
-        return cache.select_layers(target_layer_ids)
+        return cls(path, identity["target"]).select_layers(target_layer_ids)
 
     def __len__(self) -> int:
         return self._first_rows[-1]
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        """Return row `i` of the dataset.
-
-        Returns:
-            `input_ids` and `position_ids` (long), `loss_mask` (bool), `[seq]` each, and `residual`
-            `[seq, len(target_layer_ids) * config.hc_mult, config.hidden_size]`, float32 if stored so, else bfloat16.
-        """
+        """Return `input_ids` and `position_ids` (long), `loss_mask` (bool), `[seq]` each, and `residual`,
+        `[seq, len(target_layer_ids) * config.hc_mult, config.hidden_size]`, float32 if stored so, else bfloat16."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"Row {i} of a feature cache with {len(self)} rows.")
         i %= len(self)
         at = bisect_right(self._first_rows, i) - 1
         # Opened for every row, which maps the file and reads a header: no open file has to survive a fork or pickle.
-        with safe_open(_file(self.directory, self.parts[at]), "pt") as file:
+        with safe_open(self.parts[at].file(self.directory), "pt") as file:
             lengths = file.get_tensor("lengths")
             end = int(lengths[: i - self._first_rows[at] + 1].sum())
             span = slice(end - int(lengths[i - self._first_rows[at]]), end)
@@ -209,20 +189,19 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return _sha256([_key(self.identity), *(part.name for part in self.parts)])
 
 
+@dataclass
 class _Writer:
     """Writes the missing parts of one cache."""
 
-    def __init__(
-        self,
-        directory: Path,
-        rows: Rows,
-        target: PreTrainedModel,
-        identity: Identity,
-        batch_size: int,
-        shard_size: int,
-    ) -> None:
-        self.rows = rows.with_format("numpy") if hasattr(rows, "with_format") else rows
-        self.directory, self.target, self.identity, self.batch_size = directory, target, identity, batch_size
+    directory: Path
+    rows: Rows
+    target: PreTrainedModel
+    identity: Identity
+    batch_size: int
+    shard_size: int
+
+    def __post_init__(self) -> None:
+        self.rows = self.rows.with_format("numpy") if hasattr(self.rows, "with_format") else self.rows
         if not hasattr(self.rows, "__len__") or not len(self.rows):
             found = "empty" if hasattr(self.rows, "__len__") else f"a {type(self.rows).__name__} of unknown length"
             raise ValueError(
@@ -232,11 +211,9 @@ class _Writer:
         self.lengths, self.digests = list[int](), list[str]()
         for i in range(len(self.rows)):
             row = self._read_columns(i)
-            _check_row(i, row, target_of(target).config.vocab_size)
             self.lengths.append(len(row["input_ids"]))
             columns = b"".join(column.numpy().tobytes() for column in row.values())
             self.digests.append(hashlib.sha256(columns).hexdigest())
-        self.shard_size = shard_size
         self.plan()
 
     def plan(self) -> None:
@@ -262,7 +239,26 @@ class _Writer:
             raise ValueError(
                 f"Row {i} has the columns {sorted(row)}, {sorted(missing)} are missing. Tokenize the dataset first."
             )
-        return {name: torch.tensor(row[name], dtype=torch.long) for name in _COLUMNS}
+        columns = {name: torch.tensor(row[name], dtype=torch.long) for name in _COLUMNS}
+        vocab_size = target_of(self.target).config.vocab_size
+        ids, mask, positions = columns.values()
+        if not (ids.shape == mask.shape == positions.shape == (ids.numel(),)) or not ids.numel():
+            raise ValueError(
+                f"Row {i} has columns of the shapes { {name: list(value.shape) for name, value in columns.items()} }: "
+                "expected lists of one length, at least 1."
+            )
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise ValueError(
+                f"Row {i} has token ids from {ids.min()} to {ids.max()}, outside the target's vocabulary of "
+                f"{vocab_size}. Tokenize with the target's own tokenizer."
+            )
+        if mask.min() < 0 or mask.max() > 1:
+            raise ValueError(
+                f"Row {i} has a `loss_mask` with values from {mask.min()} to {mask.max()}: expected 0 and 1."
+            )
+        if positions[0] != 0 or ((positions[1:] != 0) & (positions[1:] != positions[:-1] + 1)).any():
+            raise ValueError(f"The `position_ids` of row {i} do not count 0, 1, 2, .. in each of its documents.")
+        return columns
 
     def _group(self, known: set[Part]) -> list[Part]:
         """Group the rows: as known parts have them, else up to `shard_size` bytes a group; a longer row gets its
@@ -317,7 +313,7 @@ class _Writer:
             for i in missing:
                 tensors = self._tensors(first_rows[i], rows[i], progress)
                 data = save(tensors, {"identity": _key(self.identity)})
-                self._write(_file(self.directory, self.parts[i]), data)
+                self._write(self.parts[i].file(self.directory), data)
 
     def _tensors(self, first_row: int, count: int, progress: PlainBar) -> dict[str, torch.Tensor]:
         """Return all rows of a part end to end, their lengths and residual, computed in batches of similar length."""
@@ -373,10 +369,6 @@ def _folder(directory: str | os.PathLike[str]) -> Path:
     return Path(directory)
 
 
-def _file(directory: Path, part: Part) -> Path:
-    return directory / f"{part.name}.safetensors"
-
-
 def _sha256(texts: Sequence[str]) -> str:
     return hashlib.sha256(" ".join(texts).encode()).hexdigest()
 
@@ -405,24 +397,6 @@ def _size(identity: Identity, rows: int, tokens: int) -> int:
         per_stream += torch.float32.itemsize  # its scale
     per_token = len(identity["target_layer_ids"]) * identity["hc_mult"] * per_stream
     return tokens * (per_token + sum(kind.itemsize for kind in _COLUMNS.values())) + rows * torch.int64.itemsize
-
-
-def _check_row(i: int, row: dict[str, torch.Tensor], vocab_size: int) -> None:
-    ids, mask, positions = row.values()
-    if not (ids.shape == mask.shape == positions.shape == (ids.numel(),)) or not ids.numel():
-        raise ValueError(
-            f"Row {i} has columns of the shapes { {name: list(value.shape) for name, value in row.items()} }: "
-            "expected lists of one length, at least 1."
-        )
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise ValueError(
-            f"Row {i} has token ids from {ids.min()} to {ids.max()}, outside the target's vocabulary of {vocab_size}. "
-            "Tokenize with the target's own tokenizer."
-        )
-    if mask.min() < 0 or mask.max() > 1:
-        raise ValueError(f"Row {i} has a `loss_mask` with values from {mask.min()} to {mask.max()}: expected 0 and 1.")
-    if positions[0] != 0 or ((positions[1:] != 0) & (positions[1:] != positions[:-1] + 1)).any():
-        raise ValueError(f"The `position_ids` of row {i} do not count 0, 1, 2, .. in each of its documents.")
 
 
 def _human(size: float) -> str:
@@ -506,7 +480,7 @@ def _check_identity(directory: Path, there: Identity, here: Identity) -> None:
 def _is_whole(directory: Path, part: Part, identity: Identity) -> bool:
     """Return whether a part is there, as long as its header says, and of this identity."""
     try:
-        with safe_open(_file(directory, part), "pt") as file:
+        with safe_open(part.file(directory), "pt") as file:
             return file.metadata() == {"identity": _key(identity)}
     except (FileNotFoundError, SafetensorError):
         return False

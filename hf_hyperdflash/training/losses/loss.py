@@ -2,69 +2,55 @@
 
 At temperature 1 the probability that a draft is accepted is 1 - TV, the total variation between the distribution that
 the draft is drawn from and the target's. TV is a loss of its own, and 1 - TV is what a confidence head predicts.
+
+With a vocabulary of 129,280 the logits of a few hundred positions are among the largest tensors of a training step. So
+they exist for a chunk of draft positions at a time, and results overwrite them in place: two tensors of that size and
+a part of a third, where autograd would keep several. The gradients of a chunk are written out while its logits exist,
+autograd computes only the heads' part, from logits to states, and backward only multiplies. So backward recomputes
+nothing, unlike with checkpointing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
 from ...drafters.parts.heads import HeadOutput
-from .chunk import Targets, chunk_loss, precise
 
 IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The terms of the loss: their weights, and which draft positions they count.
-
-    Attributes:
-        ce_weight: Of the cross-entropy.
-        kl_weight: Of the distillation, alpha of Eq. 3: 0.1 to 0.2 in the paper.
-        tv_weight: Of the total variation, half of the L1 distance: DSpark's 0.9 of the distance is 1.8 here.
-        confidence_weight: Of the confidence head's binary cross-entropy against 1 - TV.
-        blind_weight: Of the cross-entropy of the block's own logits.
-        position_weights: `[drafts]`, of [`position_weights`]; they weight all terms but the KL. `None` for equal ones.
-        kl_positions: P of Eq. 2, the first draft positions that are distilled; `None` for all that have a teacher.
-        kl_position_weights: `[drafts]`, those of the KL; `None` for equal ones.
-        kl_temperature: T of Eq. 2, of both distributions.
-        chunk_size: The most draft positions whose logits exist at once.
-    """
+    """The terms of the loss: their weights, and which draft positions they count."""
 
     ce_weight: float = 1.0
-    kl_weight: float = 0.15
-    tv_weight: float = 0.0
-    confidence_weight: float = 0.0
-    blind_weight: float = 0.0
-    position_weights: torch.Tensor | None = None
-    kl_positions: int | None = None
-    kl_position_weights: torch.Tensor | None = None
-    kl_temperature: float = 1.0
-    chunk_size: int = 256
+    kl_weight: float = 0.15  # alpha of Eq. 3: 0.1 to 0.2 in the paper
+    tv_weight: float = 0.0  # of half of the L1 distance: DSpark's 0.9 of the distance is 1.8 here
+    confidence_weight: float = 0.0  # of the confidence head's binary cross-entropy against 1 - TV
+    blind_weight: float = 0.0  # of the cross-entropy of the block's own logits
+    position_weights: torch.Tensor | None = None  # `[drafts]`, of all terms but the KL; `None` for equal ones
+    kl_positions: int | None = None  # P of Eq. 2, the first draft positions; `None` for all that have a teacher
+    kl_position_weights: torch.Tensor | None = None  # `[drafts]`, those of the KL
+    kl_temperature: float = 1.0  # T of Eq. 2, of both distributions
+    chunk_size: int = 256  # the most draft positions whose logits exist at once
 
 
 class DraftHead(NamedTuple):
     """What turns a drafter's states into logits.
 
-    Attributes:
-        lm_head: The target's, `[n, config.target_hidden_size]` to `[n, config.vocab_size]`; without one, states are
-            logits. It may move and cast its input, and its own parameters get no gradient. The number of calls depends
-            on the labels, so it differs between processes.
-        table: `[config.vocab_size, config.head_rank]`, what a sequential head's vectors score tokens with. With
-            `draft_ids` it is the drafter's own LM head.
-        draft_ids: `[config.draft_vocab_size]`, the tokens that `table` scores, where these are not all.
-        candidates: Among how many of the best tokens of the block's own logits a draft is chosen; 0 for all.
+    The LM head may move and cast its input, and its own parameters get no gradient. The number of calls depends on the
+    labels, so it differs between processes. Without one, states are logits.
     """
 
-    lm_head: Callable[[torch.Tensor], torch.Tensor] = torch.nn.Identity()
-    table: torch.Tensor | None = None
-    draft_ids: torch.Tensor | None = None
-    candidates: int = 0
+    lm_head: Callable[[torch.Tensor], torch.Tensor] = torch.nn.Identity()  # the target's
+    table: torch.Tensor | None = None  # `[config.vocab_size, config.head_rank]`, of a head's vectors; else our LM head
+    draft_ids: torch.Tensor | None = None  # `[config.draft_vocab_size]`, the tokens that `table` scores, if not all
+    candidates: int = 0  # the best tokens of the block's own logits that a draft is chosen among; 0 for all
 
     def indices(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the index of each token in the logits, -1 for a token that cannot be drafted."""
@@ -75,30 +61,18 @@ _LOGITS = DraftHead()
 
 
 class DrafterLoss(NamedTuple):
-    """A loss and its parts: all but the first detached, and 0 where there is nothing to compute them from.
+    """A loss and its parts: scalars per draft position, all but the first detached, and 0 where there is nothing to
+    compute them from."""
 
-    Attributes:
-        loss: Scalar with a gradient, the weighted sum of the next five.
-        cross_entropy: Scalar, per draft position.
-        kl: Scalar, Eq. 2.
-        tv: Scalar, per draft position: how often speculative sampling at temperature 1 rejects a draft.
-        confidence: Scalar, per draft position.
-        blind: Scalar, the cross-entropy of the block's own logits, per draft position.
-        rank: Scalar, of a rank head; 0 here.
-        predictions: `[blocks, drafts]`, the most probable token of every labelled position, -1 at the others.
-        acceptance: `[blocks, drafts]`, 1 - TV of every labelled position: the probability that speculative sampling at
-            temperature 1 accepts it where all before it were.
-    """
-
-    loss: torch.Tensor
+    loss: torch.Tensor  # with a gradient, the weighted sum of the next five
     cross_entropy: torch.Tensor
-    kl: torch.Tensor
-    tv: torch.Tensor
+    kl: torch.Tensor  # Eq. 2
+    tv: torch.Tensor  # how often speculative sampling at temperature 1 rejects a draft
     confidence: torch.Tensor
-    blind: torch.Tensor
-    rank: torch.Tensor
-    predictions: torch.Tensor
-    acceptance: torch.Tensor
+    blind: torch.Tensor  # the cross-entropy of the block's own logits
+    rank: torch.Tensor  # of a rank head; 0 here
+    predictions: torch.Tensor  # `[blocks, drafts]`, the most probable token of labelled positions, -1 at the others
+    acceptance: torch.Tensor  # `[blocks, drafts]`, 1 - TV of labelled positions: of a draft after accepted ones
 
 
 def position_weights(drafts: int, decay: float | None) -> torch.Tensor | None:
@@ -108,38 +82,23 @@ def position_weights(drafts: int, decay: float | None) -> torch.Tensor | None:
 
 
 def loss_counts(labels: torch.Tensor, kl_positions: int, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Count what the sums of Eq. 2 and 3 are divided by.
+    """Count what the sums of Eq. 2 and 3 over `labels`, `[blocks, drafts]`, are divided by, `[1 + kl_positions]`: the
+    summed weights of the labelled positions, then for each of the first draft positions the blocks with a label there.
 
     Add the counts up over the micro-batches and processes of one optimizer step, and pass the total to every one of
-    them. Their losses then sum to the loss of the one big batch.
-
-    Args:
-        labels: `[blocks, drafts]`, -100 where there is none.
-        kl_positions: P of Eq. 2; 0 without a teacher.
-        weights: `[drafts]`, of [`position_weights`].
-
-    Returns:
-        `[1 + P]`: the summed weights of the labelled positions, then for each of the first P draft positions the
-        number of blocks that have a label there.
-    """
+    them. Their losses then sum to the loss of the one big batch."""
     blocks = (labels != IGNORE_INDEX).sum(0)
     weighted = blocks.float() if weights is None else blocks * weights.to(blocks.device)
     return torch.cat([weighted.sum(0, keepdim=True), blocks[:kl_positions].to(weighted)])
 
 
 def rank_loss(class_logits: torch.Tensor, classes: torch.Tensor, budget: float = 10.0) -> torch.Tensor:
-    """Compute SpecBlock's loss of a rank head.
+    """Compute SpecBlock's loss of a rank head's `[blocks, slots, 4]`, with -100 for classes without a label.
 
     It is a cross-entropy. Labels are smoothed towards nearby classes, more so towards classes with more children.
     Each term is weighted by the distance between prediction and label, twice if the prediction has too few children.
     In each slot, a class counts as at most `budget` samples. A block counts up to the first slot whose class is
-    predicted wrongly.
-
-    Args:
-        class_logits: `[blocks, slots, 4]`.
-        classes: `[blocks, slots]`, -100 where there is no label.
-        budget: How many samples of a class and slot count fully.
-    """
+    predicted wrongly."""
     logits, labelled = class_logits.float(), classes != IGNORE_INDEX
     true, predicted = classes.clamp(min=0), class_logits.argmax(-1)
     right = (predicted == true) & labelled
@@ -176,10 +135,8 @@ def drafter_loss(
     cross-entropy of 0, and KL is multiplied by the probability that the teacher gives to the tokens that can be
     drafted. Acceptance is that of the target's whole distribution, whose other tokens are never accepted.
 
-    Logits, see [`~chunk_loss.student_logits`], exist for `chunk_size` draft positions at a time. The gradients of a
-    chunk are computed while its logits exist, and backward only multiplies them. So backward recomputes nothing,
-    unlike with checkpointing. Positions without a label never reach the head. The loss is computed on the device of
-    the logits, in float32 or better.
+    Positions without a label never reach the head. The loss is computed on the device of the logits, in float32 or
+    better.
 
     Args:
         drafted: The drafter's output, `[blocks, drafts, ...]` each.
@@ -220,7 +177,14 @@ def drafter_loss(
     blind_gradient = torch.zeros_like(blind) if blind is not None and needs_gradient and terms.blind_weight else None
     predictions, acceptance = torch.full_like(labels, -1), torch.zeros_like(labels, dtype=unit.dtype)
     cross_entropy = kl = tv = blind_cross_entropy = torch.zeros_like(unit)
-    for block, draft, distilled in _labelled_chunks(labels, positions, terms.chunk_size):
+    # Of the labelled positions of a chunk the distilled ones come first. The indices are on the CPU, so that no chunk
+    # waits for a GPU.
+    for chunk in (labels != IGNORE_INDEX).cpu().nonzero().split(terms.chunk_size):
+        if not len(chunk):
+            break
+        is_distilled = chunk[:, 1] < positions
+        block, draft = torch.cat([chunk[is_distilled], chunk[~is_distilled]]).unbind(1)
+        distilled = int(is_distilled.sum())
         rows = slice(None if covers_all else distilled)
         chunk_scale, chunk_kl_scale = scale[draft], kl_scale[draft[:distilled]]
         targets = Targets(
@@ -300,14 +264,158 @@ class _PrecomputedGradients(torch.autograd.Function):
         return None, None, None, *(gradient * (upstream * unit) for gradient in gradients)
 
 
-def _labelled_chunks(
-    labels: torch.Tensor, positions: int, chunk_size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Yield block and draft index of the labelled positions, up to `chunk_size` at a time. Those among the first
-    `positions` draft positions come first; their number is yielded, too. The indices are on the CPU, so that no chunk
-    waits for a GPU."""
-    for chunk in (labels != IGNORE_INDEX).cpu().nonzero().split(chunk_size):
-        is_distilled = chunk[:, 1] < positions
-        block, draft = torch.cat([chunk[is_distilled], chunk[~is_distilled]]).unbind(1)
-        if len(chunk):
-            yield block, draft, int(is_distilled.sum())
+class Targets(NamedTuple):
+    """Labels, teacher and weights of n positions, of which the first m are distilled."""
+
+    labels: torch.Tensor  # `[n]`; with a draft vocabulary the indices in it, -1 for a token that it does not have
+    teacher: torch.Tensor | None  # what the LM head turns into its logits, `[m or n, config.target_hidden_size]`
+    ce_weights: torch.Tensor  # `[n]`
+    kl_weights: torch.Tensor  # `[m]`
+    tv_weights: torch.Tensor | None  # `[n]`, or `None` to compute no total variation
+    candidates: torch.Tensor | None = None  # `[n, candidates]`, the tokens that drafts are chosen among, if not all
+    draft_ids: torch.Tensor | None = None  # `[config.draft_vocab_size]`, if it is not the target's vocabulary
+
+
+class ChunkLoss(NamedTuple):
+    """The losses of a chunk, unweighted, and the gradients of their weighted sum."""
+
+    cross_entropy: torch.Tensor  # `[n]`
+    kl: torch.Tensor  # `[m]`
+    tv: torch.Tensor  # `[n]`; `[0]` without `tv_weights`
+    acceptance: torch.Tensor  # `[n]`, the probability that a draft is accepted; `[0]` without `tv_weights`
+    predictions: torch.Tensor  # `[n, best]`, the most probable tokens
+    gradients: tuple[torch.Tensor, ...]  # one for each input; empty if the inputs require none
+
+
+@torch.no_grad()
+def chunk_loss(
+    inputs: Mapping[str, torch.Tensor],
+    targets: Targets,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    temperature: float,
+    best: int = 1,
+) -> ChunkLoss:
+    """Compute the losses of n positions, with gradients if the inputs, which are those of [`student_logits`], require
+    them. The temperature is the KL's alone; `best` is how many of the most probable tokens to return."""
+    wants_gradient = inputs["states"].requires_grad
+    with torch.set_grad_enabled(wants_gradient):
+        logits = student_logits(head, **inputs)
+    edge = torch.autograd.graph.get_gradient_edge(logits) if wants_gradient else None  # which does not keep the logits
+    dtype, candidates = logits.dtype, None if targets.candidates is None else targets.candidates.to(logits.device)
+    scores = logits.detach() if candidates is None else logits.detach().gather(1, candidates)
+    # Of equal ones `argmax` takes the first, as drafting does, and `topk` any.
+    predictions = scores.argmax(-1, keepdim=True) if best == 1 else scores.topk(best, dim=-1).indices
+    predictions = predictions if candidates is None else candidates.gather(1, predictions)
+    log_probs = _log_probs(logits.detach())
+    del logits, scores
+    teacher_log_probs = None if targets.teacher is None else _log_probs(head(targets.teacher))
+    if teacher_log_probs is not None and targets.draft_ids is not None:
+        teacher_log_probs = teacher_log_probs[:, targets.draft_ids.to(teacher_log_probs.device)].to(log_probs.device)
+    choice_acceptance = None
+    if candidates is not None and teacher_log_probs is not None and targets.tv_weights is not None:
+        # 1 - TV = sum_i min(q_i, t_i), where q is the student's distribution over the candidates alone.
+        drawn = log_probs.gather(1, candidates).softmax(-1)
+        choice_acceptance = torch.minimum(drawn, teacher_log_probs.gather(1, candidates).exp()).sum(-1)
+    (cross_entropy, kl, tv), gradient = _terms_and_gradient(
+        log_probs, teacher_log_probs, targets, temperature, wants_gradient
+    )
+    del log_probs, teacher_log_probs  # of which the gradient is one
+    gradients = torch.autograd.grad(edge, tuple(inputs.values()), gradient.to(dtype)) if edge is not None else ()
+    return ChunkLoss(
+        cross_entropy, kl, tv, 1 - tv if choice_acceptance is None else choice_acceptance, predictions, gradients
+    )
+
+
+def student_logits(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    states: torch.Tensor,
+    vectors: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return a drafter's logits in training, `[n, config.draft_vocab_size or config.vocab_size]`: of the target's LM
+    head from states `[n, config.target_hidden_size]`, plus those of a sequential head's vectors `[n,
+    config.head_rank]` by its table. A table without vectors is the drafter's own LM head."""
+    if table is not None and vectors is None:
+        return linear(states, table.to(states))
+    logits = head(states)
+    if table is None or vectors is None:
+        return logits
+    return torch.addmm(logits, vectors.to(logits), table.to(logits).T)
+
+
+def _log_probs(logits: torch.Tensor) -> torch.Tensor:
+    """Compute `log_softmax` in float32 or better, a few rows at a time: on a CPU it first casts its whole input."""
+    log_probs = torch.empty_like(logits, dtype=precise(logits))
+    for given, rows in zip(logits.split(32), log_probs.split(32)):
+        torch.log_softmax(given, -1, dtype=rows.dtype, out=rows)
+    return log_probs
+
+
+def _terms_and_gradient(
+    log_probs: torch.Tensor,
+    teacher_log_probs: torch.Tensor | None,
+    targets: Targets,
+    temperature: float,
+    wants_gradient: bool,
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return cross-entropy, KL and total variation, and the gradient of their weighted sum with respect to the
+    student's logits.
+
+    The log-probabilities of student and teacher, `[n or m, config.vocab_size]`, are overwritten. The cross-entropy's
+    gradient is softmax - onehot; a label that cannot be drafted has none. Where some tokens cannot be drafted, the
+    teacher's probabilities do not add up to 1. KL is then computed with the scaled probabilities and multiplied by
+    their sum: that is the teacher's cross-entropy without the part that no student can change.
+    """
+    labels = targets.labels.to(log_probs.device).unsqueeze(1)
+    is_drafted = labels >= 0
+    labels, ce_weights = labels.clamp(min=0), targets.ce_weights.to(log_probs).unsqueeze(1) * is_drafted
+    kl_weights = targets.kl_weights.to(log_probs).unsqueeze(1)
+    cross_entropy = -log_probs.gather(1, labels).masked_fill(~is_drafted, 0.0).squeeze(1)
+    kl = tv = cross_entropy[:0]
+    kl_gradient = tv_gradient = None
+    distilled = len(kl_weights)
+    if teacher_log_probs is not None and distilled:
+        student, teacher = log_probs[:distilled], teacher_log_probs[:distilled]
+        if targets.draft_ids is None:
+            kl, kl_gradient = _kl_and_gradient(student, teacher, temperature)
+        else:
+            share = teacher.logsumexp(-1, keepdim=True)
+            kl, kl_gradient = _kl_and_gradient(student, teacher - share, temperature)
+            kl, kl_weights = kl * share.squeeze(1).exp(), kl_weights * share.exp()
+    probs = log_probs.exp_()
+    if teacher_log_probs is not None and targets.tv_weights is not None:
+        # Half of sum_i |p_i - t_i| is sum_i max(p_i - t_i, 0). Its gradient is p_j (s_j - sum_i s_i p_i), where s is 1
+        # where p > t, else 0; it overwrites t.
+        teacher_probs = teacher_log_probs.exp_()
+        excess = torch.sub(probs, teacher_probs, out=teacher_probs).clamp_(min=0)
+        tv = excess.sum(-1)
+        above = excess.sign_().mul_(probs)
+        tv_gradient = above.addcmul_(probs, above.sum(-1, keepdim=True), value=-1)
+    if not wants_gradient:
+        return (cross_entropy, kl, tv), probs
+    gradient = probs.mul_(ce_weights).scatter_add_(1, labels, -ce_weights)
+    if kl_gradient is not None:
+        gradient[:distilled].addcmul_(kl_gradient, kl_weights)
+    if tv_gradient is not None and targets.tv_weights is not None:
+        gradient.addcmul_(tv_gradient, targets.tv_weights.to(probs).unsqueeze(1))
+    return (cross_entropy, kl, tv), gradient
+
+
+def _kl_and_gradient(
+    log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return KL(teacher || student) at a temperature, `[m]`, and its gradient with respect to the student's logits,
+    (student - teacher) / T. The log-probabilities are those at temperature 1 and are not changed."""
+    if temperature != 1:
+        log_probs, teacher_log_probs = (
+            (each / temperature).log_softmax(-1) for each in (log_probs, teacher_log_probs)
+        )
+    teacher_probs, difference = teacher_log_probs.exp(), teacher_log_probs - log_probs
+    kl = difference.mul_(teacher_probs).sum(-1)
+    gradient = torch.exp(log_probs, out=difference).sub_(teacher_probs).div_(temperature)
+    return kl, gradient
+
+
+def precise(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype that a loss is computed in: float32, or the tensor's own if that is more precise."""
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -6,16 +6,17 @@ The trainer and learning while serving share it. It has no process group, no opt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from ...drafters.parts.heads import HEADS, HeadOutput
 from ...drafters.parts.layers import block_inputs
-from ...targets.target import Target
+from ...targets.target import Target, computable
 from ..arguments import LOSS_WEIGHTS
 from ..data.blocks import anchor_candidates, anchor_seeds, block_labels, block_masks, previous_tokens, sample_anchors
+from ..flags import TrainingFlags
 from .loss import (
     IGNORE_INDEX,
     DrafterLoss,
@@ -25,21 +26,13 @@ from .loss import (
     loss_counts,
     position_weights,
 )
-from .teacher import check_teacher, teacher_states
 
 Batch = dict[str, torch.Tensor]
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> Batch:
-    """Pad rows on the right. Position ids go on counting in the padding, which so belongs to the last document.
-
-    Args:
-        rows: `input_ids`, `loss_mask`, `position_ids` of `[seq]` each and, from a feature cache, `residual`
-            `[seq, config.hc_mult, config.hidden_size]`.
-
-    Returns:
-        The same names, `[batch, seq]` and `[batch, seq, config.hc_mult, config.hidden_size]`.
-    """
+    """Pad rows of `input_ids`, `loss_mask`, `position_ids` and, from a feature cache, `residual` on the right.
+    Position ids go on counting in the padding, which so belongs to the last document."""
     names = [name for name in ("input_ids", "loss_mask", "position_ids", "residual") if name in rows[0]]
     columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in names}
     batch: Batch = {name: nn.utils.rnn.pad_sequence(values, batch_first=True) for name, values in columns.items()}
@@ -49,77 +42,38 @@ def collate(rows: Sequence[dict[str, Any]]) -> Batch:
     return batch
 
 
-class LossSettings(Protocol):
-    """What an objective reads of the arguments of a training, or of learning while serving."""
-
-    ce_weight: float | None
-    kl_weight: float | None
-    kl_positions: int | None
-    kl_temperature: float
-    kl_teacher: str
-    tv_weight: float | None
-    confidence_weight: float | None
-    blind_weight: float | None
-    rank_weight: float | None
-    loss_decay: float | None
-    valid_prefix: bool | None
-    num_anchors: int
-    loss_chunk_size: int
-    seed: int
-
-
 class Walk(NamedTuple):
     """Drafts at many anchors of rows of text, each after the text's own tokens: the rounds of generation are among
-    them, if the target wrote the text.
-
-    Attributes:
-        loss: Scalar.
-        anchors: `[batch, anchors]`, -1 for missing ones.
-        available: How many tokens of the same stretch follow, at most one more than are drafted, `[batch, anchors]`.
-        matches: Whether a draft is the text's token, boolean `[batch, anchors, drafts]`.
-        acceptance: The probability that it is accepted at temperature 1, `[batch, anchors, drafts]`; 0 without a
-            teacher.
-    """
+    them, if the target wrote the text."""
 
     loss: torch.Tensor
-    anchors: torch.Tensor
-    available: torch.Tensor
-    matches: torch.Tensor
-    acceptance: torch.Tensor
+    anchors: torch.Tensor  # `[batch, anchors]`, -1 for missing ones
+    available: torch.Tensor  # `[batch, anchors]`, tokens of the same stretch that follow, at most one more than drafts
+    matches: torch.Tensor  # `[batch, anchors, drafts]`, whether a draft is the text's token
+    acceptance: torch.Tensor  # `[batch, anchors, drafts]`, its probability at temperature 1; 0 without a teacher
 
 
 class BlockObjective:
     """The objective of drafters whose blocks do not depend on each other.
 
     Training calls [`add_anchors`] and [`step`], and judges by [`walk`]. A batch is one of [`collate`] with the
-    residual, `[batch, seq, streams, config.target_hidden_size]` of `layer_ids`.
-
-    Args:
-        drafter: The drafter, wrapped by PEFT or not; its configuration and vocabulary are read.
-        target: Its target.
-        args: With `num_anchors`, `seed`, `kl_temperature`, `kl_teacher`, `loss_chunk_size` and what a recipe sets, as
-            [`HyperDFlashTrainingArguments`] have.
-
-    Raises:
-        ValueError: If the target cannot be such a teacher, or more positions are to be distilled than are drafted.
-
-    Attributes:
-        terms: The loss's terms; a weight is 0 where the drafter does not have the part that the term trains.
-        kl_positions: How many draft positions are distilled.
-        trains_acceptance: Whether the loss needs the probability that each draft is accepted.
-        layer_ids: The layers that training reads: the drafter's and, for the teacher, the last one.
-        selects_candidates: Whether a head chooses among the best tokens of the block's own logits.
-        weights_kl: Whether the weights of draft positions are the KL's, too.
+    residual, `[batch, seq, streams, config.target_hidden_size]` of `layer_ids`. The drafter may be wrapped by PEFT:
+    its configuration and vocabulary are read. A weight of `terms` is 0 where the drafter does not have the part that
+    the term trains.
     """
 
-    weights_kl: ClassVar[bool] = False
+    weights_kl: ClassVar[bool] = False  # whether the weights of draft positions are the KL's, too
 
-    def __init__(self, drafter: Any, target: Target, args: LossSettings) -> None:
-        check_teacher(target, args.kl_teacher)
+    def __init__(self, drafter: Any, target: Target, args: TrainingFlags, seed: int = 42) -> None:
+        if args.kl_teacher == "mean_pool" and target.norm is None:
+            raise ValueError(
+                f"`kl_teacher` is 'mean_pool', but a {target.config.model_type} target has no norm after its "
+                "collapse. Use 'hc_head'."
+            )
         config = drafter.config
-        self.drafter, self.config, self.target, self.args = drafter, config, target, args
+        self.drafter, self.config, self.target, self.args, self.seed = drafter, config, target, args, seed
         read = list(drafter.layers_read(target))
-        self.layer_ids = read if read[-1] == -1 else [*read, -1]
+        self.layer_ids = read if read[-1] == -1 else [*read, -1]  # the teacher reads the last one
         self.selects_candidates = config.sequential_head in HEADS and bool(config.head_candidates)
         self.kl_positions = (args.kl_positions or config.max_draft_tokens) if args.kl_weight else 0
         if self.kl_positions > config.max_draft_tokens:
@@ -148,7 +102,7 @@ class BlockObjective:
 
     def add_anchors(self, batch: Batch, step: int) -> None:
         """Add `anchors`, `steps` and `labels` to a batch of [`collate`], as they are drawn for an optimizer step."""
-        seeds = anchor_seeds(batch["input_ids"], batch["loss_mask"], self.args.seed, step)
+        seeds = anchor_seeds(batch["input_ids"], batch["loss_mask"], self.seed, step)
         anchors, steps = sample_anchors(self.candidates(batch), self.args.num_anchors, seeds), self.steps(step)
         following = self._following(batch, anchors, int(steps.max()) + 1)
         labels = following[:, :, steps.to(following.device)].contiguous()
@@ -159,11 +113,8 @@ class BlockObjective:
         return anchor_candidates(batch["loss_mask"], batch["position_ids"])
 
     def steps(self, step: int | None = None) -> torch.Tensor:
-        """Return the distance from the anchor to the token before each draft position, `[drafts]`.
-
-        Args:
-            step: The optimizer step; `None` for the distances that generation has.
-        """
+        """Return the distance from the anchor to the token before each draft position, `[drafts]`, at an optimizer
+        step; `None` for the distances that generation has."""
         return torch.arange(self.config.max_draft_tokens)
 
     def _following(self, batch: Batch, anchors: torch.Tensor, count: int) -> torch.Tensor:
@@ -172,8 +123,9 @@ class BlockObjective:
 
     def counts(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Return what the losses of the batches are divided by, summed over all of them, see [`loss_counts`]."""
-        labels, weights = [batch["labels"].flatten(0, 1) for batch in batches], self.terms.position_weights
-        return torch.as_tensor(sum(loss_counts(each, self.kl_positions, weights) for each in labels))
+        weights = self.terms.position_weights
+        counts = (loss_counts(batch["labels"].flatten(0, 1), self.kl_positions, weights) for batch in batches)
+        return torch.as_tensor(sum(counts))
 
     # Training and judging
 
@@ -217,20 +169,16 @@ class BlockObjective:
 
     def run_drafter(self, drafter: nn.Module, batch: Batch) -> HeadOutput:
         """Run the drafter over the blocks of a batch's anchors, as generation does; each draft follows the text's own
-        token.
+        token. Return the states for the target's LM head, `[batch, anchors, drafts, config.target_hidden_size]`, and
+        the outputs of the drafter's heads.
 
         In generation the token before a draft is itself a draft. It equals the text's token while all drafts before
         it were right, and drafts after a wrong one never count. So predictions are those of greedy drafting wherever
-        they matter.
-
-        Returns:
-            The states for the target's LM head, `[batch, anchors, config.max_draft_tokens,
-            config.target_hidden_size]`, and the outputs of the drafter's heads.
-        """
+        they matter."""
         config, anchors = self.config, batch["anchors"]
-        first, size = anchors.clamp(min=0), config.block_size
-        anchor_ids, anchor_positions = (batch[name].gather(1, first) for name in ("input_ids", "position_ids"))
-        tokens, positions = block_inputs(anchor_ids, anchor_positions, size, config.mask_token_id)
+        first = anchors.clamp(min=0)
+        at = batch["input_ids"].gather(1, first), batch["position_ids"].gather(1, first)
+        tokens, positions = block_inputs(*at, config.block_size, config.mask_token_id)
         previous = previous_tokens(batch["input_ids"], anchors, config.max_draft_tokens)
         head = HEADS.get(config.sequential_head)
         with torch.no_grad():
@@ -292,3 +240,15 @@ class BlockObjective:
         final = residual.flatten(0, 1)[index, -self.target.streams :]
         states = teacher_states(self.target, final.unsqueeze(0), self.args.kl_teacher).to(residual.device)
         return states[0, inverse].flatten(0, 1)
+
+
+def teacher_states(target: Target, residual: torch.Tensor, kl_teacher: str = "hc_head") -> torch.Tensor:
+    """Return the input of the target's LM head at each position, `[batch, seq, config.hidden_size]`, from the
+    pre-collapse residual, `[batch, seq, config.hc_mult, config.hidden_size]`, without a forward.
+
+    `"hc_head"` is the target's own collapse, whose logits are its next-token logits; `"mean_pool"` the mean of the
+    streams, the paper's teacher (section 2.3), which a target without a final norm does not have."""
+    head = cast(Any, target.model.get_output_embeddings()).weight
+    residual = computable(residual, head).to(target.dtype)
+    states = cast(Any, target.norm)(residual.mean(dim=2)) if kl_teacher == "mean_pool" else target.collapse(residual)
+    return computable(states, head)

@@ -12,9 +12,9 @@ from ...drafters.parts.heads import HeadOutput
 from ...drafters.parts.rank_head import RANK_CLASSES, rank_classes
 from ...drafters.unrolled.configuration import UnrolledConfig
 from ...targets.target import Target
-from .chunk import student_logits
-from .loss import IGNORE_INDEX, DrafterLoss, loss_counts, position_weights, rank_loss
-from .objective import Batch, BlockObjective, LossSettings
+from ..flags import TrainingFlags
+from .loss import IGNORE_INDEX, DrafterLoss, loss_counts, position_weights, rank_loss, student_logits
+from .objective import Batch, BlockObjective
 
 
 class UnrolledObjective(BlockObjective):
@@ -38,7 +38,7 @@ class UnrolledObjective(BlockObjective):
 
     def steps(self, step: int | None = None) -> torch.Tensor:
         size, later = self.config.block_size, self.config.max_blocks - 1
-        chance = random.Random(f"{self.args.seed},{step}")
+        chance = random.Random(f"{self.seed},{step}")
         slots = [size - 1 if step is None else chance.randrange(size) for _ in range(later)]
         first = torch.tensor([0, *(slot + 1 for slot in slots)]).cumsum(0)
         return (first[:, None] + torch.arange(size)).flatten()
@@ -81,10 +81,7 @@ class UnrolledObjective(BlockObjective):
             valid = nn.functional.pad(before, (1, 0), value=1).bool().flatten(-2)
             counted = labels.masked_fill(~valid, IGNORE_INDEX)
             if counts is not None:  # the share that is left on this process: that of the whole step is not known yet
-                left, all_ = (
-                    loss_counts(each.flatten(0, 1), self.kl_positions, self.terms.position_weights).to(counts)
-                    for each in (counted, labels)
-                )
+                left, all_ = (self.counts([{"labels": each}]).to(counts) for each in (counted, labels))
                 counts = counts * torch.where(all_ > 0, left / all_.clamp(min=1e-9), 0.0)
         terms = super().loss(drafted, batch | {"labels": counted}, table, counts, teacher_positions)
         if ranks is None:
@@ -113,7 +110,7 @@ class UnrolledObjective(BlockObjective):
         return right, classes
 
 
-def make_objective(drafter: Any, target: Target, args: LossSettings) -> BlockObjective:
+def make_objective(drafter: Any, target: Target, args: TrainingFlags, seed: int = 42) -> BlockObjective:
     """Return the objective for a drafter's kind, see [`BlockObjective`]."""
     kind = UnrolledObjective if isinstance(drafter.config, UnrolledConfig) else BlockObjective
-    return kind(drafter, target, args)
+    return kind(drafter, target, args, seed)

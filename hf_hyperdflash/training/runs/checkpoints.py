@@ -34,7 +34,7 @@ def defect(folder: Path) -> str | None:
 def newest_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
     """Return the newest complete checkpoint, and a line for every newer one that is not complete."""
     skipped: list[str] = []
-    for folder in _checkpoints(output_dir):
+    for folder in checkpoints(output_dir):
         reason = defect(folder)
         if reason is None:
             return folder, skipped
@@ -59,7 +59,7 @@ def checkpoint_to_resume(wanted: str | Literal[True], output_dir: Path) -> tuple
     return last, skipped
 
 
-def _checkpoints(output_dir: Path) -> list[Path]:
+def checkpoints(output_dir: Path) -> list[Path]:
     """Return all checkpoints, complete or not, the newest first."""
     named = [path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
     return sorted(named, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
@@ -67,7 +67,7 @@ def _checkpoints(output_dir: Path) -> list[Path]:
 
 def describe_earlier_run(output_dir: Path) -> str | None:
     """Describe what a folder has of an earlier run; `None` if it has nothing."""
-    if named := _checkpoints(output_dir):
+    if named := checkpoints(output_dir):
         return f"{len(named)} checkpoint{'s' * (len(named) > 1)} of an earlier run, up to {named[0].name}"
     if (output_dir / TRAINING_RECORD).exists() or any(output_dir.glob("*.safetensors")):
         return "a trained drafter"
@@ -80,17 +80,9 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_checkpoints(output_dir: Path) -> None:
-    """Remove the checkpoints of an earlier run. Its drafter stays until this run has one."""
-    for folder in _checkpoints(output_dir):
-        remove_checkpoint(folder)
-
-
 def apply_umask(folder: Path) -> None:
-    """Give the weights and code of `save_model` the file mode that the umask gives to the other files of a run.
-
-    safetensors makes its files readable for their owner alone, and code has the mode of the installed package.
-    """
+    """Give the weights and code of `save_model` the file mode that the umask gives to the other files of a run:
+    safetensors makes its files readable for their owner alone, and code has the mode of the installed package."""
     mode = stat.S_IMODE((folder / "training_args.bin").stat().st_mode)
     for pattern in ("*.safetensors", "*.py", "custom_generate/*.py"):
         for path in folder.glob(pattern):

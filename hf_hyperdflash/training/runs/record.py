@@ -20,14 +20,8 @@ REPORTED = (
 def write_record(trainer: Any, folder: Path) -> None:
     """Write the record of a [`HyperDFlashTrainer`] beside its drafter: settings, last metrics, and the course of
     tau."""
-    history = [line for line in trainer.state.log_history if "eval_tau" in line]
-    facts = {"settings": _settings(trainer), "metrics": trainer.measured, "history": history}
-    (folder / TRAINING_RECORD).write_text(json.dumps(facts, indent=1, default=str))
-
-
-def _settings(trainer: Any) -> dict[str, object]:
     args, state = trainer.args, trainer.state
-    return {
+    settings = {
         "target": public_name(trainer.target.config._name_or_path),
         **trainer.described,
         **{name: getattr(args, name) for name in REPORTED},
@@ -42,6 +36,9 @@ def _settings(trainer: Any) -> dict[str, object]:
         "train_rows": _row_count(trainer.train_dataset),
         "held_out_rows": _row_count(trainer.eval_dataset),
     }
+    history = [line for line in state.log_history if "eval_tau" in line]
+    facts = {"settings": settings, "metrics": trainer.measured, "history": history}
+    (folder / TRAINING_RECORD).write_text(json.dumps(facts, indent=1, default=str))
 
 
 def _row_count(rows: object) -> int | None:

@@ -7,9 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from transformers import PreTrainedConfig
-
-from ..arguments import RECIPES, HyperDFlashTrainingArguments
+from ..arguments import RECIPES
 from ..features.fingerprint import PARTS, config_fields
 from ..features.store import FeatureCache
 
@@ -19,15 +17,19 @@ RUN_RECORD = "run.json"  # of a checkpoint
 _SETTINGS = ("recipe", *next(iter(RECIPES.values())), "kl_temperature", "kl_teacher", "packing", "optim")
 
 
-def run_identity(
-    args: HyperDFlashTrainingArguments, config: PreTrainedConfig, max_length: int, data: Identity | None, **facts: str
-) -> Identity:
-    """Return what a checkpoint records of its run. `facts` are the drafter's `kind`, its class; the `target`'s
-    fingerprint as [`~fingerprint.short_fingerprint`] has it; and `target_dtype`, the number format, which may round
-    its weights."""
-    shape = {**config_fields(config), "num_hidden_layers": getattr(config, "num_hidden_layers", None)}
-    settings = {**{name: getattr(args, name) for name in _SETTINGS}, "max_length": max_length}
-    return json.loads(json.dumps({"data": data, **facts, "drafter": shape, "settings": settings}, default=str))
+def run_identity(trainer: Any) -> Identity:
+    """Return what a checkpoint of a [`HyperDFlashTrainer`] records of its run. The number format may round the
+    target's weights."""
+    args, config = trainer.args, trainer.drafter_config
+    identity = {
+        "data": trainer.data_digest,
+        "kind": trainer.drafter_kind,
+        "target": trainer.target_fingerprint,
+        "target_dtype": str(trainer.target.dtype),
+        "drafter": {**config_fields(config), "num_hidden_layers": getattr(config, "num_hidden_layers", None)},
+        "settings": {**{name: getattr(args, name) for name in _SETTINGS}, "max_length": trainer.max_length},
+    }
+    return json.loads(json.dumps(identity, default=str))
 
 
 def data_digest(rows: Any) -> Identity | None:

@@ -86,6 +86,41 @@ def test_a_round_that_is_interrupted_between_two_writes_is_taken_back(family, ki
         turn.assert_goes_on(turn.interrupted(ROUND, after), is_drafted=after % 2 == 0)
 
 
+# Parts of a round's forward, in families whose trees are verified row by row, or are made to be.
+PARTS = [
+    (families.deepseek_v4, "compressor.kv_norm"), (families.deepseek_v4, "indexer.kv_norm"),
+    (families.deepseek_v4, "mlp"), (families.gemma3, "mlp"), (families.qwen3, "mlp"), (families.nemotron_h, "mixer"),
+    (families.qwen3_next, "mlp"), *[(families.qwen4_exp, "indexer")] * families.REWINDABLE_QWEN4,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [RandomTrees, RandomChains])
+@pytest.mark.parametrize(("family", "part"), PARTS)
+def test_a_forked_round_that_is_interrupted_in_any_part_is_taken_back(family, part, kind, monkeypatch):
+    """Also between a window of DeepSeek-V4's and its entry, and between an indexer's keys and its layer's."""
+    turn = Turn(family, kind)
+    monkeypatch.setattr(type(target_of(turn.target)), "tree_verification", "fork")
+    parts = [module for name, module in turn.target.named_modules() if name.endswith(part)]
+    assert parts
+    for module in parts:
+        cache, forwards = copy.deepcopy(turn.left), []
+
+        def interrupt(*_, forwards=forwards):
+            if len(forwards) >= ROUND:
+                raise KeyboardInterrupt
+
+        handles = [
+            module.register_forward_hook(interrupt),
+            turn.target.register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(1)),
+        ]
+        with pytest.raises(KeyboardInterrupt):
+            turn.go_on(cache, 17, 8)
+        for handle in handles:
+            handle.remove()
+        turn.assert_goes_on(cache, is_drafted=True)
+        assert len({layer.indexer_keys.shape[1] for layer in cache.layers if hasattr(layer, "indexer_keys")}) <= 1
+
+
 @pytest.mark.parametrize("family", WATCHED)
 def test_a_round_that_is_interrupted_inside_a_write_is_refused(family):
     turn = Turn(family, RandomChains)

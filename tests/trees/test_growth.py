@@ -420,28 +420,13 @@ def test_levels_are_those_of_the_best_tree_of_its_law(count, budget):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_each_path_is_changed_by_the_requests_processors_as_it_stands(do_sample):
-    seen = []
-
-    class Listening(stock.SuppressTokensLogitsProcessor):
-        pass
-
     processors = LogitsProcessorList([stock.NoRepeatNGramLogitsProcessor(1)])
     sampler = DraftSampler(processors, do_sample, tree_budget=9)
     tree = sampler.grow(torch.tensor([[4, ANCHOR_TOKEN]]), 3, Talker(6, 2))
-    assert len(tree) == 9 and len(tree.paths) > 1 and seen == []
+    assert len(tree) == 9 and len(tree.paths) > 1
     for path in paths_of(tree):
         assert len(set(path)) == len(path) and not {4, ANCHOR_TOKEN} & set(path)
 
 
 def test_a_budget_is_no_tree_where_nothing_fits():
     assert len(DraftSampler(LogitsProcessorList(), True, tree_budget=9).grow(IDS, 0, Talker(3, 1))) == 0
-
-
-def test_no_more_of_a_level_is_sorted_than_can_be_kept(monkeypatch):
-    """A level of a large tree has `budget` squared children."""
-    sizes, sort, budget = [], torch.Tensor.sort, 60
-    monkeypatch.setattr(
-        torch.Tensor, "sort", lambda self, **kwargs: sizes.append(self.shape[-1]) or sort(self, **kwargs)
-    )
-    (tree,) = most_probable(IDS[:, -1], [4], budget, Talker(100, 3), as_they_are)
-    assert len(tree) == budget and max(sizes) <= 4 * budget

@@ -5,7 +5,6 @@ import gc
 import pytest
 import torch
 from transformers import LogitsProcessor
-from transformers.generation.utils import GenerationMixin
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind
 from hf_hyperdflash.decoding.candidates import DraftCandidateGenerator
@@ -52,43 +51,21 @@ def test_every_family_in_transformers_loop(family, drafts):
 
 
 @pytest.mark.parametrize("family", [lambda: tiny_target(hidden_size=64), qwen3], ids=["deepseek_v4", "qwen3"])
-def test_sampled_drafts_come_with_what_they_were_drawn_from(family):
+def test_sampled_drafts_come_with_what_they_were_drawn_from(family, monkeypatch):
     torch.manual_seed(0)
     target = family().eval()
-    drafter, ids = tiny_drafter(target), prompt(12)
+    drafter, told = tiny_drafter(target), []
     drafter.bind(target)
-    told = []
+    get_candidates = DraftCandidateGenerator.get_candidates
 
-    class Listening(DraftCandidateGenerator):
-        def get_candidates(self, input_ids, **kwargs):
-            candidates, logits = super().get_candidates(input_ids, **kwargs)
-            if logits is not None:
-                told.append((candidates[0, input_ids.shape[1] :], logits[0]))
-            return candidates, logits
+    def listening(self, input_ids, **kwargs):
+        candidates, logits = get_candidates(self, input_ids, **kwargs)
+        if logits is not None:
+            told.append((candidates[0, input_ids.shape[1] :], logits[0]))
+        return candidates, logits
 
-    def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        made = type(model)._get_candidate_generator
-
-        def listening(self, *args, **options):
-            generator = made(self, *args, **options)
-            generator.__class__ = Listening
-            return generator
-
-        model._get_candidate_generator = listening.__get__(model)
-        try:
-            return GenerationMixin._assisted_decoding(
-                model,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                assistant_model=drafter,
-                **kwargs,
-            )
-        finally:
-            del model._get_candidate_generator
-
-    out = target.generate(ids, do_sample=True, top_k=5, max_new_tokens=30, custom_generate=loop)
+    monkeypatch.setattr(DraftCandidateGenerator, "get_candidates", listening)
+    out = in_transformers_loop(target, drafter, prompt(12), do_sample=True, top_k=5, max_new_tokens=30)
     assert out.shape[1] == 42 and len(told) > 3
     for tokens, logits in told:
         q = logits.softmax(-1)

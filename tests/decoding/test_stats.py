@@ -56,13 +56,9 @@ def test_figures_are_those_of_counting_round_by_round(forwards):
 
 def test_they_are_printed_in_a_line():
     stats = counted([(2, 2), (2, 1), (2, 0), (2, 1)])
-    rates = "drafts accepted at each position, %: 75, 25"
-    assert str(stats) == f"{stats.tokens} tokens in 4 verification rounds: tau {stats.tau:.2f}, {rates}"
-    assert f"emitted={stats.emitted}" in repr(stats)  # which has all
     batch = SpeculationStats(tokens=1, rounds=1, of_batch=[stats, stats])
-    assert (
-        str(batch) == "1 tokens of 2 rows in 1 verification round: tau 0.00, drafts accepted at each position, %: none"
-    )
+    for said, words in ((stats, ["9 tokens", "4 ", "tau 2.00", "75, 25"]), (batch, ["2 rows", "1 ", "tau 0.00"])):
+        assert "\n" not in str(said) and all(word in str(said) for word in words)
 
 
 @settings(deadline=None, max_examples=60)

@@ -31,7 +31,7 @@ from hf_hyperdflash.trees.growth import (
 
 from ..conftest import mostly_nightly
 from ..helpers.draft_trees import SAMPLING_RULES, steps_by
-from ..helpers.enumerated_draws import every_outcome
+from ..helpers.enumerated_draws import assert_law_is_the_targets, every_outcome
 
 ANCHOR_TOKEN = 0
 IDS = torch.tensor([[1, ANCHOR_TOKEN]])
@@ -191,16 +191,6 @@ def assert_text_is_the_targets(rule, vocabulary: int, grow) -> None:
     for probability, text in every_outcome(lambda: tuple(token for token, _ in steps_by(rule, grow(), p_after))):
         law[text] += probability
     assert_law_is_the_targets(law, p_after)
-
-
-def assert_law_is_the_targets(law, p_after) -> None:
-    assert sum(law.values()) == pytest.approx(1)
-    for prefix in {text[:at] for text in law for at in range(len(text))}:
-        reached = sum(mass for text, mass in law.items() if text[: len(prefix)] == prefix and len(text) > len(prefix))
-        for token, p in enumerate(p_after(prefix).tolist()):
-            written = (*prefix, token)
-            mass = sum(mass for text, mass in law.items() if text[: len(written)] == written)
-            assert mass == pytest.approx(reached * p, abs=1e-6)
 
 
 @pytest.mark.parametrize(("vocabulary", "depth", "budget", "sure"), [*LAWS, (2, 3, 5, True)])

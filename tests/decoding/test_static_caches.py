@@ -41,8 +41,10 @@ from ..helpers import families
 from ..helpers.draft_trees import lists_of_parents
 from ..helpers.tree_drafters import RandomTrees
 from ..helpers.unrolled import unrolled
+from .test_requests import WAYS, write
 
 GREEDILY = dict(do_sample=False, pad_token_id=0)
+ENDS = "an end token at 5"  # of the requests
 
 
 def target_and_own(family, seed=0):
@@ -480,18 +482,10 @@ def test_packed_weights_change_neither_text_nor_drafts(counted, monkeypatch):
 
 def test_a_compiled_batch_keeps_its_shape(counted):
     """Texts that have ended keep their rows."""
-    target, own = target_and_own(families.qwen3)
-    ids = torch.cat([prompt(12, seed=seed) for seed in range(3)])
-    plain = [own.generate(row[None], max_new_tokens=30, **GREEDILY) for row in ids]
-    end = int(plain[1][0, 20])
-    expected = [own.generate(row[None], max_new_tokens=30, eos_token_id=end, **GREEDILY)[0] for row in ids]
-    assert len({len(text) for text in expected}) > 1
-    drafter = RandomTrees(target, expected, most=5)
-    options = dict(assistant_model=drafter, cache_implementation="static", compile_config=compiling(), tree_budget=5)
-    written = target.generate(ids, max_new_tokens=30, eos_token_id=end, **options, **GREEDILY)
-    for row, text in zip(written, expected):
-        assert row[: len(text)].tolist() == text.tolist() and not row[len(text) :].any()
-    assert counted["unique_graphs"] <= 2  # the forward, and what moves an accepted path
+    way = WAYS["static batch"]
+    _, expected, _ = write(way._replace(asked={**way.asked, "compile_config": compiling()}), families.qwen3, ENDS)
+    assert len({each.sequences.shape for each in expected}) > 1
+    assert 0 < counted["unique_graphs"] <= 2  # the forward, and what moves an accepted path
 
 
 # Takes seconds: the passes of a batch are traced.

@@ -343,6 +343,7 @@ def run_elsewhere():
     generator.get_candidates(prompt(9))
 
 
+LAST = "2.self_attn.compressor.kv_norm"  # all layers have the same keys when it is interrupted
 LATER = {
     "a new turn alone": Refusal(going_on(prompt(3)), (CACHE, "whole sequence")),
     "no new token": Refusal(going_on(-1), (CACHE, "whole sequence")),
@@ -353,7 +354,7 @@ LATER = {
     "an interrupted rewinding": Refusal(rewinding_interrupted, ("interrupted", "Start from a new cache")),
     **{f"interrupted in {module}{' and assisted' * assisted}": Refusal(
         plainly_interrupted(module, assisted), ("different tokens (of lengths [1",))
-       for module in ("layers.0", "layers.1", "compressor.kv_norm") for assisted in (False, True)},
+       for module in ("layers.0", "layers.1", "1.self_attn.compressor.kv_norm", LAST) for assisted in (False, True)},
     "a target that was not run": Refusal(run_elsewhere, ("0 to 8", "one forward a round")),
 }  # fmt: skip
 

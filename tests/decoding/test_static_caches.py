@@ -23,8 +23,7 @@ from hf_hyperdflash.auto.acceptance import AcceptanceLine
 from hf_hyperdflash.auto.policies import ChainPolicy
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
 from hf_hyperdflash.drafters.parts.entry_context import EntryBatch
-from hf_hyperdflash.drafters.parts.fixed_context import FixedBuffers, FixedContext, FixedLayers
-from hf_hyperdflash.drafters.parts.layers import ContextCache
+from hf_hyperdflash.drafters.parts.fixed_context import FixedLayers
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.targets.caches import slot_forward
@@ -175,31 +174,6 @@ def test_a_fixed_context_shows_what_a_growing_one_shows(old, new, block, from_sl
     expected = torch.ones(block, len(text), dtype=torch.bool) if expected is None else expected[0, 0]
     for slot in range(block):
         assert keys[0, 0, mask[slot], 0].tolist() == [key for key, sees in zip(text, expected[slot].tolist()) if sees]
-
-
-@pytest.mark.parametrize("new", [0, 2, 5])
-def test_pending_tokens_have_one_shape_and_one_layout(new):
-    """However many there are, and whatever they are views of: torch compiles for strides, too. A round's take the
-    place of those of the round before."""
-    empty = ContextCache([AttentionSpan()])
-    shared = FixedBuffers(1, (3, 1, 40, 4), 9, torch.zeros(1), [torch.zeros(3, 5, 2, 6)], None)
-    contexts = [FixedContext([AttentionSpan()], empty, shared) for _ in range(3)]
-    wide, positions, sampler = torch.randn(1, 9, 2, 6), torch.arange(9)[None], DraftSampler([], False)
-    for start in (1, 3):
-        if new:
-            contexts[1].pending = wide[:, start : start + new], positions[:, start : start + new]
-            contexts[2].pending = wide[:, :1], positions[:, :1]  # which is not asked for
-        texts = [torch.arange(10 * row, 10 * row + 7)[None, ::2] for row in range(2)]
-        asked = [
-            DraftRequest(contexts[row], texts[row], positions[:, : 3 + row], 4 - row, sampler) for row in range(2)
-        ]
-        ids, at = shared.last_of(asked, "ids"), shared.last_of(asked, "position_ids")
-        residual, counts = shared.inputs(asked)
-        assert ids.tolist() == [[6], [16], [0]] and at.tolist() == [[2], [3], [0]]
-        assert ids.stride() == at.stride() == (1, 1)
-        assert residual.shape == (3, 5, 2, 6) and residual.stride() == torch.empty(3, 5, 2, 6).stride()
-        assert torch.equal(residual[1:2, :new], wide[:, start : start + new])
-        assert counts.tolist() == [[0, 0, 4], [0, new, 3], [0, 0, 0]] and shared.view == 40
 
 
 # Compiled

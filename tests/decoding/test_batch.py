@@ -7,19 +7,16 @@ import gc
 import threading
 import weakref
 from collections import Counter
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
     SuppressTokensLogitsProcessor,
     pipeline,
@@ -264,11 +261,7 @@ def test_rows_share_the_time_of_a_call(family, monkeypatch):
 @pytest.mark.parametrize("family", [families.qwen3, families.qwen3_5])
 def test_a_padded_batch_is_healed_as_one(family, by_config, name):
     """Token healing reads rows anew from their text, and of a row alone its padding would be lost."""
-    tokens = [chr(65 + i) for i in range(32)]
-    tokens += [one + other for one, other in pairwise(tokens)]  # which may take the place of a text's last one
-    raw = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="A"))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="A", padding_side="left", bos_token="B")
+    tokenizer = letters(pairs=True, bos_token="B")  # of which one may take the place of a text's last letter
     own = family().eval()
     target = bind(copy.deepcopy(own))
     texts = tokenizer(["CDEFG", "HIJ", "KLMNOPQ"], padding=True, return_tensors="pt")

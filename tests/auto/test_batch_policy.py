@@ -16,7 +16,7 @@ from hf_hyperdflash.decoding.stats import keep_trees
 from ..conftest import prompt, tiny_drafter
 from ..helpers import families
 from ..helpers.schedules import have_learned, outcome
-from ..helpers.tree_drafters import KeepsByContext, RandomChains
+from ..helpers.tree_drafters import RandomChains
 
 PLAIN, START = 0.020, 0.024  # seconds of a round: without the drafter and with it, but for its drafts
 
@@ -128,7 +128,7 @@ chance = random.Random(0)
 def test_greedy_text_is_the_targets_whatever_is_drafted(family, monkeypatch):
     """Also that of a drafter which sleeps and wakes: it has the whole of each row's residual then."""
 
-    class Listener(KeepsByContext, RandomChains):
+    class Listener(RandomChains):
         def propose_batch(self, target, wanted):
             for each in wanted:
                 told = torch.cat([following for *_, following in each.context.seen], dim=1)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from hf_hyperdflash import PromptLookupDrafter, bind, unbind
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
@@ -28,13 +28,18 @@ class Conversation:
     Args:
         family: Makes the target.
         seed: Of what is done.
+        is_static: Whether its cache is a static one.
     """
 
-    def __init__(self, family, seed):
+    def __init__(self, family, seed, is_static=False):
         self.chance = random.Random(seed)
         self.target = bind(family().eval())
         self.stock = unbind(copy.deepcopy(self.target))
-        self.ids, self.cache = prompt(6, seed), DynamicCache(config=self.target.config.get_text_config(decoder=True))
+        config = self.target.config.get_text_config(decoder=True)
+        self.ids, self.cache = prompt(6, seed), DynamicCache(config=config)
+        if is_static:
+            self.cache = StaticCache(config=config, max_cache_len=160)
+        self.kinds = list(map(type, self.cache.layers)) if is_static else None
         self.done = []
 
     # Calls of ours
@@ -53,6 +58,9 @@ class Conversation:
         )  # fmt: skip
         assert torch.equal(out.sequences, expected), self.done
         self.ids, self.cache = out.sequences, cache_of(out)
+        # Static layers are left as they were made, so that anything may follow.
+        assert self.kinds is None or list(map(type, self.cache.layers)) == self.kinds
+        assert int(self.cache.get_seq_length()) == self.ids.shape[1] - 1
 
     def trees(self):
         self.call(RandomTrees)
@@ -137,6 +145,7 @@ BETWEEN = [
     "own_forward", "own_forwards_token_by_token", "unbound_forward", "unbound_generate", "crop", "crop_nothing",
     "record", "repeat_and_select", "reorder", "deepcopied", "pickled", "rebind", "other_target",
 ]  # fmt: skip
+OF_DYNAMIC = {"crop", "crop_nothing", "record", "repeat_and_select", "reorder"}  # caches alone
 
 
 def carry_out(conversation, acts):
@@ -168,6 +177,12 @@ def test_any_acts_between_any_calls(family):
         conversation = Conversation(family, seed)
         acts = [conversation.chance.choice(CALLS + BETWEEN) for _ in range(8)]
         carry_out(conversation, [*acts, conversation.chance.choice(CALLS)])
+
+
+@pytest.mark.parametrize("act", [act for act in BETWEEN if act not in OF_DYNAMIC])
+@pytest.mark.parametrize("family", [families.qwen3, families.mistral, families.gemma3])
+def test_an_act_between_two_calls_on_a_static_cache(family, act):
+    carry_out(Conversation(family, 0, is_static=True), ["trees", act, "plain", "trees", "own_forward", act, "chains"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

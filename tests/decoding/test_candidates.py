@@ -4,12 +4,10 @@ import gc
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation.utils import GenerationMixin
+from transformers import LogitsProcessor
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind
 from hf_hyperdflash.decoding.candidates import DraftCandidateGenerator
-from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 
 from ..conftest import half_right, half_right_about, mostly_nightly, prompt, tiny_drafter, tiny_target
 from ..helpers.families import FAMILIES, qwen3
@@ -32,17 +30,18 @@ def drafts(monkeypatch):
     return drafted
 
 
+def drafters_for(target, text):
+    own = [DeepseekV4MTPDrafter(target.config).eval()] if target.config.model_type == "deepseek_v4" else []
+    return [half_right_about(target, text), tiny_drafter(target), PromptLookupDrafter(target, 4), *own]
+
+
 @pytest.mark.parametrize("family", mostly_nightly(FAMILIES, kept=9), ids=lambda family: family.__name__)
 def test_every_family_in_transformers_loop(family, drafts):
     torch.manual_seed(0)
     target = family().eval()
     ids, options = torch.cat([prompt(9)] * 2, dim=1), dict(do_sample=False, max_new_tokens=24)
     expected = target.generate(ids, **options)
-    for drafter in (
-        half_right_about(target, expected[0]),
-        tiny_drafter(target),
-        PromptLookupDrafter(target, 4),
-    ):
+    for drafter in drafters_for(target, expected[0]):
         drafter.bind(target)
         ours, trees = proposed_by(drafter, target, ids, **options)
         theirs = in_transformers_loop(target, drafter, ids, **options)
@@ -51,54 +50,22 @@ def test_every_family_in_transformers_loop(family, drafts):
         drafts.clear()
 
 
-def test_deepseeks_own_drafter_in_transformers_loop(drafts):
-    target = tiny_target(hidden_size=64)
-    drafter, ids = DeepseekV4MTPDrafter(target.config).eval(), prompt(12)
-    options = dict(do_sample=False, max_new_tokens=20)
-    drafter.bind(target)
-    expected, trees = proposed_by(drafter, target, ids, **options)
-    assert torch.equal(in_transformers_loop(target, drafter, ids, **options), expected)
-    assert drafts == trees and len(trees) > 3
-
-
 @pytest.mark.parametrize("family", [lambda: tiny_target(hidden_size=64), qwen3], ids=["deepseek_v4", "qwen3"])
-def test_sampled_drafts_come_with_what_they_were_drawn_from(family):
+def test_sampled_drafts_come_with_what_they_were_drawn_from(family, monkeypatch):
     torch.manual_seed(0)
     target = family().eval()
-    drafter, ids = tiny_drafter(target), prompt(12)
+    drafter, told = tiny_drafter(target), []
     drafter.bind(target)
-    told = []
+    get_candidates = DraftCandidateGenerator.get_candidates
 
-    class Listening(DraftCandidateGenerator):
-        def get_candidates(self, input_ids, **kwargs):
-            candidates, logits = super().get_candidates(input_ids, **kwargs)
-            if logits is not None:
-                told.append((candidates[0, input_ids.shape[1] :], logits[0]))
-            return candidates, logits
+    def listening(self, input_ids, **kwargs):
+        candidates, logits = get_candidates(self, input_ids, **kwargs)
+        if logits is not None:
+            told.append((candidates[0, input_ids.shape[1] :], logits[0]))
+        return candidates, logits
 
-    def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        made = type(model)._get_candidate_generator
-
-        def listening(self, *args, **options):
-            generator = made(self, *args, **options)
-            generator.__class__ = Listening
-            return generator
-
-        model._get_candidate_generator = listening.__get__(model)
-        try:
-            return GenerationMixin._assisted_decoding(
-                model,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                assistant_model=drafter,
-                **kwargs,
-            )
-        finally:
-            del model._get_candidate_generator
-
-    out = target.generate(ids, do_sample=True, top_k=5, max_new_tokens=30, custom_generate=loop)
+    monkeypatch.setattr(DraftCandidateGenerator, "get_candidates", listening)
+    out = in_transformers_loop(target, drafter, prompt(12), do_sample=True, top_k=5, max_new_tokens=30)
     assert out.shape[1] == 42 and len(told) > 3
     for tokens, logits in told:
         q = logits.softmax(-1)
@@ -106,25 +73,11 @@ def test_sampled_drafts_come_with_what_they_were_drawn_from(family):
         assert (q.gather(1, tokens[:, None]) > 0).all()
 
 
-def test_left_padding_is_no_context(drafts):
-    torch.manual_seed(0)
-    target = qwen3().eval()
-    ids, options = prompt(12), dict(do_sample=False, max_new_tokens=20)
-    drafter = tiny_drafter(target)
-    drafter.bind(target)
-    expected = in_transformers_loop(target, drafter, ids, **options)
-    plain = list(drafts)
-    drafts.clear()
-    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
-    mask = (torch.arange(16) >= 4).long()[None]
-    out = in_transformers_loop(target, drafter, padded, attention_mask=mask, **options)
-    assert torch.equal(out[:, 4:], expected) and drafts == plain
-
-
-def test_other_forwards_of_the_target_are_not_taken_for_the_loops(drafts):
-    """A processor that runs the target, as guidance does."""
-    target = bind(tiny_target(hidden_size=64))
+def test_padding_and_other_forwards_of_the_target_change_no_draft(drafts):
+    """Those of a processor that runs the target, as guidance does, are not taken for the loop's."""
+    target = bind(qwen3().eval())
     ids, options = prompt(12), dict(do_sample=False, max_new_tokens=16)
+    drafter = half_right(target, ids, max_new_tokens=16)
 
     class Asking(LogitsProcessor):
         def __call__(self, input_ids, scores):
@@ -132,33 +85,13 @@ def test_other_forwards_of_the_target_are_not_taken_for_the_loops(drafts):
                 target(input_ids[:, -3:], use_cache=False)
             return scores
 
-    drafter = half_right(target, ids, max_new_tokens=options["max_new_tokens"])
-    expected = in_transformers_loop(target, drafter, ids, **options)
-    plain = list(drafts)
-    drafts.clear()
-    asked = LogitsProcessorList([Asking()])
-    assert torch.equal(in_transformers_loop(target, drafter, ids, logits_processor=asked, **options), expected)
-    assert drafts == plain
+    def in_loop(padding=0, **asked):
+        drafts.clear()
+        padded, mask = torch.nn.functional.pad(ids, (padding, 0)), (torch.arange(12 + padding) >= padding).long()
+        text = in_transformers_loop(target, drafter, padded, attention_mask=mask[None], **options, **asked)
+        return text[:, padding:].tolist(), list(drafts)
 
-
-def test_nothing_is_read_once_the_loop_is_over():
-    target = bind(tiny_target(hidden_size=64))
-    in_transformers_loop(target, tiny_drafter(target), prompt(9), do_sample=False, max_new_tokens=8)
+    assert in_loop() == in_loop(padding=4) == in_loop(logits_processor=[Asking()])
     gc.collect()
-    binding = target.hyperdflash_binding
+    binding = target.hyperdflash_binding  # in which nothing is read once the loop is over
     assert not binding.residual.captures and not binding.target.rounds
-
-
-def test_a_loop_that_runs_the_target_elsewhere_is_told():
-    target = bind(tiny_target(hidden_size=64))
-    config = target.generation_config
-    config.max_length, config.do_sample = 40, False
-    cache = cache_of(target.generate(prompt(9), max_new_tokens=2, return_dict_in_generate=True))
-    generator = target._get_candidate_generator(
-        generation_config=config, input_ids=prompt(9), assistant_model=tiny_drafter(target), logits_processor=None,
-        model_kwargs={CACHE: cache},
-    )  # fmt: skip
-    with pytest.raises(
-        ValueError, match="The target has not been run over the tokens 0 to 8 since the last candidates"
-    ):
-        generator.get_candidates(prompt(9))

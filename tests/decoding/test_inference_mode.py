@@ -8,9 +8,7 @@ from torch import distributed
 from transformers import (
     DynamicCache,
     LogitsProcessor,
-    LogitsProcessorList,
     StoppingCriteria,
-    StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -47,63 +45,56 @@ def bound_pair(made=qwen3):
     return target, drafter
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"tree_budget": 6}, {"do_sample": True}, {"num_assistant_tokens": "auto"}])
-def test_rounds_that_leave_nothing_run_in_inference_mode(options):
+def test_rounds_that_leave_nothing_run_in_inference_mode(options, rows):
     target, drafter = bound_pair()
-    modes, out = modes_of_rounds(target, drafter, prompt(9), **options)
+    if rows > 1:
+        drafter = tiny_drafter(target)
+    modes, out = modes_of_rounds(target, drafter, prompt(9).repeat(rows, 1), **options)
     assert modes == {True} and not out.is_inference()
 
 
-def test_so_do_those_of_a_batch():
-    target = qwen3().eval()
-    drafter = tiny_drafter(target)
-    drafter.bind(target)
-    modes, out = modes_of_rounds(target, drafter, prompt(9).repeat(2, 1))
-    assert modes == {True} and not out.is_inference()
-
-
-def with_a_hook(target, drafter):
-    target.model.norm.register_forward_hook(lambda *_: None)
-
-
-def with_a_hook_before(target, drafter):
-    target.model.layers[1].register_forward_pre_hook(lambda *_: None)
-
-
-def with_a_drafter_that_hears(target, drafter):
-    class Listener(Observer):
-        def add_round(self, *_):
-            pass
-
-    drafter.observer = Listener()
+class Listener(Observer):
+    def add_round(self, *_):
+        pass
 
 
 class Quantized(torch.nn.Parameter):
     """Weights of a kind of their own, as quantized and spread ones are."""
 
 
-def with_other_weights_of_the_target(target, drafter):
-    target.model.norm.weight = Quantized(target.model.norm.weight.detach())
+def other_weights(norm):
+    norm.weight = Quantized(norm.weight.detach())
 
 
-def with_other_weights_of_the_drafter(target, drafter):
-    drafter.norm.weight = Quantized(drafter.norm.weight.detach())
+LISTENS = {
+    "a hook": lambda target, drafter: target.model.norm.register_forward_hook(lambda *_: None),
+    "a hook before": lambda target, drafter: target.model.layers[1].register_forward_pre_hook(lambda *_: None),
+    "an observer": lambda target, drafter: setattr(drafter, "observer", Listener()),
+    "the target's weights": lambda target, drafter: other_weights(target.model.norm),
+    "the drafter's weights": lambda target, drafter: other_weights(drafter.norm),
+}
 
 
-@pytest.mark.parametrize(
-    "happens",
-    [
-        with_a_hook,
-        with_a_hook_before,
-        with_a_drafter_that_hears,
-        with_other_weights_of_the_target,
-        with_other_weights_of_the_drafter,
-    ],
-)
+@pytest.mark.parametrize("happens", LISTENS.values(), ids=LISTENS)
 def test_not_where_somebody_listens(happens):
     target, drafter = bound_pair()
     happens(target, drafter)
     assert modes_of_rounds(target, drafter, prompt(9))[0] == {False}
+
+
+def test_not_in_remote_code():
+    """It may keep tensors where it likes."""
+    assert modes_of_rounds(*bound_pair(deepseek_v4_remote_code), prompt(9))[0] == {False}
+
+
+def test_not_where_a_target_may_be_spread(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        assert modes_of_rounds(*bound_pair(), prompt(9))[0] == {False}
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("options", [{}, {"tree_budget": 6, "do_sample": True}], ids=["chain", "tree"])
@@ -119,19 +110,6 @@ def test_a_drafter_that_is_adapted_learns_from_such_rounds(options):
         row = learning.replay.newest(1)[0]
         assert not any(value.is_inference() for value in row.values())
     assert not any(value.is_inference() for value in drafter.parameters())
-
-
-@pytest.mark.parametrize(
-    "options", [{"return_dict_in_generate": True}, {CACHE: DynamicCache}], ids=["dictionary", "cache"]
-)
-def test_not_where_the_caller_keeps_what_is_computed(options):
-    """Else a cache that goes on, or scores, could not take part in training."""
-    target, drafter = bound_pair()
-    options = {name: value() if value is DynamicCache else value for name, value in options.items()}
-    modes, out = modes_of_rounds(target, drafter, prompt(9), **options)
-    assert modes == {False}
-    cache = options.get(CACHE) or cache_of(out)
-    assert not any(layer.keys.is_inference() for layer in cache.layers)
 
 
 class Averages(LogitsProcessor):
@@ -153,35 +131,19 @@ class Counts(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def test_not_where_a_processor_or_a_criterion_may_keep_what_it_sees():
+def test_not_where_the_caller_may_keep_what_is_computed():
+    """Else a cache that goes on, or scores, could not take part in training; nor what a processor has seen."""
     target, drafter = bound_pair()
-    processor, criterion = Averages(), Counts()
-    for asked in (
-        {"logits_processor": LogitsProcessorList([processor])},
-        {"stopping_criteria": StoppingCriteriaList([criterion])},
-    ):
-        assert modes_of_rounds(target, drafter, prompt(9), **asked)[0] == {False}
+    processor, criterion, cache = Averages(), Counts(), DynamicCache(config=target.config)
+    asked = [{"return_dict_in_generate": True}, {CACHE: cache}, {"logits_processor": [processor]}]
+    for options in (*asked, {"stopping_criteria": [criterion]}):
+        assert modes_of_rounds(target, drafter, prompt(9), **options)[0] == {False}
+    kept = cache_of(modes_of_rounds(target, drafter, prompt(9), return_dict_in_generate=True)[1])
+    assert not any(layer.keys.is_inference() for layer in (*cache.layers, *kept.layers))
     processor.mean.mul_(0.5)
     torch.nn.Linear(processor.mean.shape[-1], 1)(processor.mean).sum().backward()
     criterion.count.add_(1)
     assert modes_of_rounds(target, drafter, prompt(9), repetition_penalty=1.2)[0] == {True}  # transformers' own
-
-
-def test_not_in_remote_code():
-    """It may keep tensors where it likes."""
-    target = deepseek_v4_remote_code().eval()
-    drafter = tiny_drafter(target)
-    drafter.bind(target)
-    assert modes_of_rounds(target, drafter, prompt(9))[0] == {False}
-
-
-def test_not_where_a_target_may_be_spread(tmp_path):
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        target, drafter = bound_pair()
-        assert modes_of_rounds(target, drafter, prompt(9))[0] == {False}
-    finally:
-        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,16 @@ class Turn:
     Args:
         family: Makes the target.
         kind: The drafter's class; `None` for a plain turn.
+        cache: The cache's implementation.
     """
 
-    def __init__(self, family, kind):
+    def __init__(self, family, kind, cache="dynamic"):
         self.target, self.kind = bind(family().eval()), kind
         ids = prompt(13)
         self.text = self.target.generate(ids, do_sample=False, max_new_tokens=16)
         first = self.target.generate(
             ids, do_sample=False, max_new_tokens=4, return_dict_in_generate=True,
-            assistant_model=PromptLookupDrafter(self.target),
+            assistant_model=PromptLookupDrafter(self.target), cache_implementation=cache,
         )  # fmt: skip
         self.left = cache_of(first)
         self.drafter = None if kind is None else kind(self.target, [self.text[0]])
@@ -63,7 +64,7 @@ class Turn:
         return cache
 
     def assert_goes_on(self, cache, is_drafted):
-        length = cache.get_seq_length()
+        length = int(cache.get_seq_length())
         assert 17 <= length < 25
         assert torch.equal(self.go_on(cache, length + 1, 4, is_drafted), self.text[:, : length + 5])
         assert target_of(self.target).cached_lengths(cache) == {length + 4}
@@ -84,6 +85,44 @@ def test_a_round_that_is_interrupted_between_two_writes_is_taken_back(family, ki
     assert len(writes) >= len(target_of(turn.target).layers) - 2  # an MLP or experts write nothing
     for after in range(1, len(writes) + 1):
         turn.assert_goes_on(turn.interrupted(ROUND, after), is_drafted=after % 2 == 0)
+
+
+# Parts of a round's forward: where trees are verified row by row, or are made to be, and in static caches.
+PARTS = [
+    (families.deepseek_v4, "compressor.kv_norm", "dynamic"), (families.deepseek_v4, "indexer.kv_norm", "dynamic"),
+    (families.deepseek_v4, "mlp", "dynamic"), (families.gemma3, "mlp", "dynamic"), (families.qwen3, "mlp", "dynamic"),
+    (families.nemotron_h, "mixer", "dynamic"), (families.qwen3_next, "mlp", "dynamic"),
+    *[(families.qwen4_exp, "indexer", "dynamic")] * families.REWINDABLE_QWEN4,
+    (families.qwen3, "mlp", "static"), (families.gemma3, "mlp", "static"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [RandomTrees, RandomChains])
+@pytest.mark.parametrize(("family", "part", "cache"), PARTS)
+def test_a_round_that_is_interrupted_in_any_part_is_taken_back(family, part, cache, kind, monkeypatch):
+    """Also between a window of DeepSeek-V4's and its entry, and between an indexer's keys and its layer's."""
+    turn = Turn(family, kind, cache)
+    if cache == "dynamic":
+        monkeypatch.setattr(type(target_of(turn.target)), "tree_verification", "fork")
+    parts = [module for name, module in turn.target.named_modules() if name.endswith(part)]
+    assert parts
+    for module in parts:
+        cache, forwards = copy.deepcopy(turn.left), []
+
+        def interrupt(*_, forwards=forwards):
+            if len(forwards) >= ROUND:
+                raise KeyboardInterrupt
+
+        handles = [
+            module.register_forward_hook(interrupt),
+            turn.target.register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(1)),
+        ]
+        with pytest.raises(KeyboardInterrupt):
+            turn.go_on(cache, 17, 8)
+        for handle in handles:
+            handle.remove()
+        turn.assert_goes_on(cache, is_drafted=True)
+        assert len({layer.indexer_keys.shape[1] for layer in cache.layers if hasattr(layer, "indexer_keys")}) <= 1
 
 
 @pytest.mark.parametrize("family", WATCHED)

@@ -10,22 +10,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CLIPVisionConfig, DynamicCache, LlavaConfig, LlavaForConditionalGeneration
 
 from hf_hyperdflash import PromptLookupDrafter, bind
 from hf_hyperdflash.decoding.rounds import CausalRound, ForkedRound, MaskedRound, verification_of
 from hf_hyperdflash.decoding.tokens import TokenBuffer
 from hf_hyperdflash.targets.attention_masks import CausalMasks
-from hf_hyperdflash.targets.caches.deepseek_v4 import RewindableHCACacheLayer
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.targets.registry import FAMILIES as KNOWN
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.targets.target import Target
-from hf_hyperdflash.trees.layout import TreeLayout
 from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import CSA, HCA, SLIDING, mostly_nightly, prompt, tiny_target
+from ..helpers import families
 from ..helpers.draft_trees import parents_and_tokens
 from ..helpers.families import ALSO_MASKED, FAMILIES, LATER, MASKED, gpt_oss, mistral, qwen3
 
@@ -109,56 +107,6 @@ def test_every_node_is_judged_on_its_own_path(family, length):
         check_rounds(target, kind, prompt(length), trees, chance, atol=1e-3)
 
 
-def test_an_accepted_path_is_looked_up_once_for_all_layers(monkeypatch):
-    """Each index that is made on the host is a wait for a GPU."""
-    target = qwen3().eval()
-    family, cache = target_of(target), DynamicCache(config=target.config)
-    with torch.no_grad():
-        target(prompt(9), **{CACHE: cache})
-    keys = [layer.keys[:, :, :6].clone() for layer in cache.layers]
-    kept = [layer.keys[:, :, [6, 8]].clone() for layer in cache.layers]
-    made, tensor = [], torch.tensor
-    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: made.append(args) or tensor(*args, **kwargs))
-    family.accept(cache, TreeLayout(DraftTree(prompt(2)[0], (-1, -1))), [0, 2])
-    assert made == [([0, 2],)]
-    for layer, before, path in zip(cache.layers, keys, kept):
-        assert torch.equal(layer.keys, torch.cat([before, path], dim=2))
-
-
-@torch.no_grad()
-def copies_from_the_host(layers):
-    """Of a round over a tree, in what is held of it and in what stays."""
-
-    class Counted(TorchDispatchMode):
-        def __torch_dispatch__(self, called, types, args=(), kwargs=None):
-            copies.extend([called] if called == torch.ops.aten.lift_fresh.default else [])
-            return called(*args, **(kwargs or {}))
-
-    target, copies = bind(tiny_target(layer_types=[CSA, HCA, SLIDING] * layers)), []
-    ids, tree = prompt(15), DraftTree(torch.arange(2, 12), (-1, -1, 0, 1, 2, 3, 4, 5, 6, 7))
-    cache, row = filled_cache(target, ids[:, :-1]), TokenBuffer(ids, 0, None, None)
-    for layer in cache.layers:
-        if isinstance(layer, RewindableHCACacheLayer):
-            layer.store_compression_weights = counted(layer.store_compression_weights, Counted)
-    round_, _, residual = verified(target, MaskedRound, cache, row, tree)
-    with Counted():
-        round_.residual(residual, 0, [0, 2, 4])
-        round_.accept(cache, [[0, 2, 4]])
-    return len(copies)
-
-
-def counted(called, mode):
-    def called_counted(*args):
-        with mode():
-            return called(*args)
-
-    return called_counted
-
-
-def test_v4s_places_of_a_round_are_copied_to_the_device_once_for_all_layers():
-    assert copies_from_the_host(layers=1) == copies_from_the_host(layers=3) > 0
-
-
 def test_what_is_listed_is_what_is_tested():
     tested = [target_of(made()) for made in [*FAMILIES, *ALSO_MASKED]]
     listed = set().union(*(family.masked_types | family.forked_types for family in KNOWN))
@@ -234,73 +182,61 @@ def test_masks_of_a_chain_show_all_that_is_before(asked):
         assert masks(past, queries).tolist() == [[expected]]
 
 
-def chain_rounds(model, monkeypatch, ids, **options):
-    """The text by prompt lookup, the target's own, and how many positions the rounds had that got a mask of ours."""
-    made, inputs = [], CausalRound.inputs
+class OwnPreparation(families.Qwen3ForCausalLM):
+    """Somebody's model that adds to what each forward gets."""
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs["position_ids"] = inputs["position_ids"] // 2
+        return inputs
+
+
+class OwnArgument(families.Qwen3ForCausalLM):
+    """Somebody's model whose forward wants more of each token."""
+
+    def forward(self, input_ids=None, token_type_ids=None, **kwargs):
+        assert token_type_ids is None or token_type_ids.shape == input_ids.shape
+        return super().forward(input_ids, **kwargs)
+
+
+def of_kind(kind):
+    target = qwen3()
+    target.__class__ = kind
+    return target
+
+
+def eager():
+    target = qwen3()
+    target.set_attn_implementation("eager")
+    return target
+
+
+PADDED = {"attention_mask": (torch.arange(18) >= 3).long()[None]}
+CHAINS = {
+    "layers that see all": (qwen3, {}, True),
+    "windows": (mistral, {}, False),
+    "padding": (qwen3, PADDED, False),
+    "own preparation": (lambda: of_kind(OwnPreparation), {}, False),
+    "eager attention": (eager, {}, False),
+    "own argument": (lambda: of_kind(OwnArgument), {"token_type_ids": torch.zeros(1, 18, dtype=torch.long)}, False),
+}
+
+
+@pytest.mark.parametrize(("made", "options", "is_ours"), CHAINS.values(), ids=CHAINS)
+def test_a_chains_mask_is_ours_only_where_layers_see_all(made, options, is_ours, monkeypatch):
+    """Transformers makes those of windows and padding, and where more is asked for."""
+    widths, inputs = [], CausalRound.inputs
 
     def recorded(round_, kwargs):
         own = inputs(round_, kwargs)
         assert ("attention_mask" in own) == (round_.width > 1)
-        made.append(round_.width)
+        widths.append(round_.width)
         return own
 
     monkeypatch.setattr(CausalRound, "inputs", recorded)
-    expected = model.generate(ids, do_sample=False, max_new_tokens=12, **options)
-    text = bind(model).generate(
-        ids, assistant_model=PromptLookupDrafter(model), do_sample=False, max_new_tokens=12, **options
-    )
-    return text, expected, made
-
-
-def test_a_chains_mask_is_made_once_where_layers_see_all(monkeypatch):
-    ids = prompt(9).repeat(1, 2)
-    text, expected, made = chain_rounds(qwen3().eval(), monkeypatch, ids)
-    assert 1 in made and max(made) > 1 and text.tolist() == expected.tolist()
-
-
-def own_preparation(model):
-    """Somebody's model that adds to what each forward gets."""
-
-    class Own(type(model)):
-        def prepare_inputs_for_generation(self, *args, **kwargs):
-            inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-            inputs["position_ids"] = inputs["position_ids"] // 2
-            return inputs
-
-    model.__class__ = Own
-    return model
-
-
-def eager_attention(model):
-    model.set_attn_implementation("eager")
-    return model
-
-
-def own_argument(model):
-    """Somebody's model whose forward wants more of each token."""
-
-    class Own(type(model)):
-        def forward(self, input_ids=None, token_type_ids=None, **kwargs):
-            assert token_type_ids is None or token_type_ids.shape == input_ids.shape
-            return super().forward(input_ids, **kwargs)
-
-    model.__class__ = Own
-    return model
-
-
-@pytest.mark.parametrize("change", [own_preparation, eager_attention, own_argument])
-def test_transformers_makes_masks_where_more_is_asked_for(monkeypatch, change):
-    ids = prompt(9).repeat(1, 2)
-    options = dict(token_type_ids=torch.zeros_like(ids)) if change is own_argument else {}
-    text, expected, made = chain_rounds(change(qwen3().eval()), monkeypatch, ids, **options)
-    assert not made and text.tolist() == expected.tolist()
-
-
-def test_transformers_makes_the_masks_of_windows_and_padding(monkeypatch):
-    ids = prompt(9).repeat(1, 2)
-    text, expected, made = chain_rounds(mistral().eval(), monkeypatch, ids)
-    assert not made and text.tolist() == expected.tolist()
-    mask = torch.ones_like(ids)
-    mask[:, :3] = 0
-    text, expected, made = chain_rounds(qwen3().eval(), monkeypatch, ids, attention_mask=mask)
-    assert not made and text.tolist() == expected.tolist()
+    target, ids = made().eval(), prompt(9).repeat(1, 2)
+    options = dict(do_sample=False, max_new_tokens=12, **options)
+    expected = target.generate(ids, **options)
+    text = bind(target).generate(ids, assistant_model=PromptLookupDrafter(target), **options)
+    assert torch.equal(text, expected)
+    assert bool(widths) == is_ours and (not is_ours or (1 in widths and max(widths) > 1))

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 from unittest import mock
 
+import pytest
 import torch
 
 T = TypeVar("T")
@@ -85,3 +86,14 @@ def every_outcome(run: Callable[[], T]) -> Iterator[tuple[float, T]]:
             result = run()
         pending += draws.others
         yield draws.probability, result
+
+
+def assert_law_is_the_targets(law: dict[tuple[int, ...], float], p_after: Callable[[Any], torch.Tensor]) -> None:
+    """Of all rounds that come to write a token after a prefix, the share that writes t is p(t | prefix)."""
+    assert sum(law.values()) == pytest.approx(1)
+    for prefix in {text[:at] for text in law for at in range(len(text))}:
+        reached = sum(mass for text, mass in law.items() if text[: len(prefix)] == prefix and len(text) > len(prefix))
+        for token, p in enumerate(p_after(prefix).tolist()):
+            written = (*prefix, token)
+            mass = sum(mass for text, mass in law.items() if text[: len(written)] == written)
+            assert mass == pytest.approx(reached * p, abs=1e-6), written

@@ -21,6 +21,9 @@ class RandomTrees(Drafter):
         most: Nodes of a tree.
         depth: Of a tree.
         target_layer_ids: Whose residual is asked for; kept in `seen`, position by position.
+
+    Attributes:
+        contexts: Of each text, in the order of their making; each has a `seen` of its own.
     """
 
     def __init__(
@@ -34,10 +37,17 @@ class RandomTrees(Drafter):
     ) -> None:
         self.config, self.texts, self.most = target.config, [text.tolist() for text in texts], most
         self.max_draft_tokens, self.target_layer_ids = depth, target_layer_ids
-        self.chance, self.seen, self.trees = random.Random(seed), [], []
+        self.chance, self.seen, self.trees, self.contexts = random.Random(seed), [], [], []
+
+    def new_context(self) -> Any:
+        context = super().new_context()
+        context.seen = []
+        self.contexts.append(context)
+        return context
 
     def extend(self, target: Any, context: Any, residual: Any, position_ids: Any, next_ids: Any) -> None:
-        self.seen.append((residual, position_ids, next_ids))
+        for seen in (self.seen, context.seen):
+            seen.append((residual, position_ids, next_ids))
 
     def propose(self, target: Any, context: Any, ids: Any, position_ids: Any, count: int, sampler: Any) -> DraftTree:
         start, vocabulary = ids.shape[1], target.config.get_text_config(decoder=True).vocab_size
@@ -73,24 +83,3 @@ class RandomChains(RandomTrees):
         chain = DraftTree.chain(tree.tokens[tree.paths[-1]] if len(tree) else tree.tokens)
         self.trees[-1] = chain
         return chain
-
-
-class KeepsByContext(RandomTrees):
-    """Keeps what each context takes in with that context, in `seen`.
-
-    Attributes:
-        contexts: In the order of their making.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.contexts: list[Any] = []
-
-    def new_context(self) -> Any:
-        context = super().new_context()
-        context.seen = []
-        self.contexts.append(context)
-        return context
-
-    def extend(self, target: Any, context: Any, residual: Any, position_ids: Any, next_ids: Any) -> None:
-        context.seen.append((residual, position_ids, next_ids))

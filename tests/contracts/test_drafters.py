@@ -306,16 +306,17 @@ def test_a_step_of_training_moves_the_weights(kind, tmp_path):
     assert torch.equal(weights(target), of_target)
 
 
-@pytest.mark.parametrize("kind", mostly_nightly(TRAINED, kept=1))
-def test_it_learns_while_it_serves_and_the_text_stays_the_targets(kind, tmp_path):
+@pytest.mark.parametrize("kind", mostly_nightly(["v4 dspark", *(kind for kind in TRAINED if kind != "v4 dspark")]))
+def test_the_text_stays_the_targets_while_it_learns(kind, tmp_path):
+    """What it learns is measured in tests/training/test_adaptation.py."""
     target, drafter = KINDS[kind](tmp_path)
-    before, options = weights(drafter), dict(do_sample=False, max_new_tokens=20)
+    options = dict(do_sample=False, max_new_tokens=20)
     plain = target.generate(prompt(9), **options)
     drafter.bind(target)
     with drafter.adapt(target, policy="always", every=1, steps=4, rows=2, learning_rate=3e-3) as learning:
         for _ in range(3):
             assert torch.equal(target.generate(prompt(9), assistant_model=drafter, **options), plain)
-    assert len(learning.log) == 3 and not torch.equal(weights(drafter), before)
+    assert [update.gain is None for update in learning.log if update.arm] == [True, False, False]
 
 
 def test_nothing_that_is_passed_is_written_to(pair):

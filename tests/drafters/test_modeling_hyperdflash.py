@@ -282,42 +282,36 @@ def test_cached_context_equals_the_masked_training_layout(target, window, fields
 # Sequential heads
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_fresh_head_drafts_what_is_drafted_without(target, kind):
-    plain, fields = tiny_drafter(target), dict(head_rank=8, confidence_head=True)
-    for candidates in (None, 0):
-        made = tiny_drafter(target, sequential_head=kind, head_candidates=candidates, **fields)
-        for drafter in (made, HyperDFlashDrafter(made.config).eval()):
-            missing, unexpected = drafter.load_state_dict(plain.state_dict(), strict=False)
-            assert not unexpected and {name.split(".")[0] for name in missing} == {drafter.head.key, "confidence_head"}
-            assert any(parameter.any() for parameter in drafter.head.parameters())  # else nothing is ever learned
-            found, expected = (proposed(one, target, prompt(9))[0] for one in (drafter, plain))
-            assert torch.equal(found.tokens, expected.tokens) and found.confidence.tolist() == [0.5] * 6
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_drafter_gets_heads_later(target, kind, dtype):
+def test_a_new_head_changes_no_draft(target, kind, dtype):
+    """Whether a drafter is made with it or gets it later. All else stays, and there is something to learn."""
     target.config.pad_token_id = None  # so that it has a mask vector
-    fields = dict(reducer="hybrid", target_layer_ids=[1, -1])
-    plain = HyperDFlashDrafter.from_target(target, **fields, dtype=dtype, num_hidden_layers=2).eval()
+    options = dict(reducer="hybrid", target_layer_ids=[1, -1], dtype=dtype, num_hidden_layers=2)
+    plain = HyperDFlashDrafter.from_target(target, **options).eval()
     with torch.no_grad():
         plain.norm.weight.normal_(1, 0.1)  # something learned
-    before = {name: value.clone() for name, value in plain.state_dict().items()}
-    grown = plain.with_heads(sequential_head=kind, head_rank=5, confidence_head=True)
+    fields = dict(sequential_head=kind, head_rank=5, confidence_head=True)
+    grown, before = plain.with_heads(**fields), plain.state_dict()
     config = grown.config
     assert (config.sequential_head, config.head_rank, config.confidence_head) == (kind, 5, True)
     assert config.head_candidates == HEADS[kind].candidates_of(config.vocab_size, 0)
-    assert {each.dtype for each in grown.head.parameters()} == {dtype} and grown.hc_gate.hc_fn.dtype == torch.float32
-    assert grown.head is not None and plain.head is None and plain.config.sequential_head == "none"
-    for name, value in grown.state_dict().items():
-        if name in before:
-            assert torch.equal(value, before.pop(name)), name
-        else:
-            assert name.split(".")[0] in (grown.head.key, "confidence_head")
-    assert not before
-    found, expected = (proposed(one, target, prompt(9))[0] for one in (grown, plain))
-    assert torch.equal(found.tokens, expected.tokens)
+    assert plain.head is None and plain.config.sequential_head == "none"
+    made = HyperDFlashDrafter.from_target(target, **options, **fields, head_candidates=0).eval()
+    again = HyperDFlashDrafter(made.config).to(dtype).eval()
+    again.hc_gate.float()
+    for drafter in (made, again):
+        missing, unexpected = drafter.load_state_dict(before, strict=False)
+        assert not unexpected and {name.split(".")[0] for name in missing} == {drafter.head.key, "confidence_head"}
+    expected = proposed(plain, target, prompt(9))[0].tokens
+    for drafter in (grown, made, again):
+        tensors = drafter.state_dict()
+        assert all(torch.equal(tensors[name], value) for name, value in before.items())
+        assert {parameter.dtype for parameter in drafter.head.parameters()} == {dtype}
+        assert drafter.hc_gate.hc_fn.dtype == torch.float32
+        assert any(parameter.any() for parameter in drafter.head.parameters())  # else nothing is ever learned
+        found = proposed(drafter, target, prompt(9))[0]
+        assert torch.equal(found.tokens, expected) and found.confidence.tolist() == [0.5] * 6
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -98,7 +98,7 @@ MORE = {
 SAVED = sorted(KINDS.keys() - {"prompt lookup"})
 TRAINED = sorted(KINDS.keys() - {"prompt lookup", "medusa", "v4 mtp"})
 WAYS = [{}, {"tree_budget": 7}, {"num_assistant_tokens": "auto"}, {"tree_budget": "auto"}, {"num_assistant_tokens": 2}]
-KNOWN, ALL = 64, 72
+KNOWN, ALL = 64, 72  # tokens of a target, and of a fine-tuned one
 
 
 @pytest.fixture(params=[*KINDS, *mostly_nightly(MORE, kept=0)])
@@ -173,11 +173,8 @@ def test_texts_get_the_same_drafts_together_alone_and_again(kind, tmp_path):
         trees = drafter.propose_batch(seen, joint)
         for row, tree, request in zip(rows, trees, single):
             for own in (drafter.propose(seen, *request), drafter.propose(seen, *request)):
-                assert (tree.tokens.tolist(), tree.parents, tree.passes) == (
-                    own.tokens.tolist(),
-                    own.parents,
-                    own.passes,
-                )
+                assert torch.equal(tree.tokens, own.tokens)
+                assert (tree.parents, tree.passes) == (own.parents, own.passes)
                 assert (tree.confidence is None) == (own.confidence is None)
                 if tree.confidence is not None:
                     torch.testing.assert_close(tree.confidence, own.confidence, atol=1e-4, rtol=1e-3)

@@ -19,7 +19,6 @@ from hf_hyperdflash.auto.acceptance import AcceptanceLine
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.unrolled.rank_growth import BlockStep, grow_blocks
 from hf_hyperdflash.trees.growth import ACCEPTED, Admission, level_sizes
-from hf_hyperdflash.trees.tree import ANCHOR
 
 from ..helpers.draft_trees import SAMPLING_RULES, steps_by
 from ..helpers.enumerated_draws import every_outcome
@@ -248,17 +247,6 @@ def test_draws_are_those_that_are_accepted_most_often(count, budget, passes, tol
         # A later pass has no more blocks than there is room for nodes.
         starts = sorted(next_starts, key=lambda start: -worth[start[1]])[: budget - due]
     assert due == len(tree) == budget
-
-
-def test_a_tree_knows_which_pass_made_each_node():
-    for do_sample in (False, True):
-        talker = Talker(40, 3, 3)
-        tree = grown(9, sampler(24, do_sample), talker, shape([3, 4, 6, 1], 3))
-        assert set(tree.passes) == set(range(1, len(talker.passes) + 1))
-        for node, parent in enumerate(tree.parents):
-            before = 1 if parent == ANCHOR else tree.passes[parent]
-            assert tree.passes[node] - before in (0, 1)
-            assert tree.depths[node] <= 3 * tree.passes[node]
 
 
 class Talkers:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import random
+import threading
+from collections import Counter
+
 import pytest
 import torch
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import logits_process as stock
 
-from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, MedusaConfig, MedusaDrafter, load_drafter
+from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, load_drafter
+from hf_hyperdflash.decoding import proposals
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.without_weights.prompt_lookup import PromptLookupDrafter
+from hf_hyperdflash.targets.caches.name import CACHE, cache_of
+from hf_hyperdflash.targets.registry import target_of
 
-from ..conftest import prompt, tiny_config, tiny_drafter, tiny_target
+from ..conftest import mostly_nightly, prompt, tiny_config, tiny_drafter, tiny_target
 from ..fuzz_trees import padded_on_the_left
 from ..helpers import families
 from ..helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, mtp_shapes, random_tensors, write
 from ..helpers.headed_drafters import headed
 from ..helpers.loops import in_transformers_loop
+from ..helpers.medusa import medusa
+from ..helpers.saved_folder import furthest_from_the_law
 from ..helpers.training import rows, trainer_for, weights
 from ..helpers.unrolled import unrolled
 
@@ -40,6 +53,13 @@ def of_family(family, drafter):
     return made
 
 
+def without_padding():
+    """A target whose drafter has a mask vector of its own."""
+    target = families.qwen3()
+    target.config.pad_token_id = None
+    return target
+
+
 KINDS = {
     "hyperdflash": of_family(tiny_target, tiny_drafter),
     "dflash": of_family(families.qwen3, lambda target: tiny_drafter(target, **READ)),
@@ -48,21 +68,42 @@ KINDS = {
     "dflash2": of_family(families.gemma3, lambda target: headed(target, "selector", head_candidates=5, **READ)),
     "eagle3": of_family(families.qwen3, lambda target: unrolled("eagle3", target, max_blocks=5)),
     "specblock": of_family(families.qwen3, lambda target: unrolled("specblock", target, block_size=3, max_blocks=2)),
-    "medusa": of_family(
-        families.qwen3, lambda _: MedusaDrafter(MedusaConfig(medusa_num_heads=3, hidden_size=64, vocab_size=64))
-    ),
+    "medusa": of_family(families.qwen3, lambda _: medusa()),
     "v4 dspark": of_checkpoint(DeepseekV4DSparkDrafter, dspark_shapes, **dspark_fields()),
     "v4 mtp": of_checkpoint(DeepseekV4MTPDrafter, mtp_shapes),
     "prompt lookup": of_family(families.qwen3_next, PromptLookupDrafter),
 }
+# As KINDS, in what only drafting asks about: other targets, heads, gates, vocabularies, windows.
+MORE = {
+    "gated head": of_family(
+        families.granite_hybrid, lambda target: headed(target, "gated_markov", draft_vocab_size=40)
+    ),
+    "recurrent head": of_family(families.gemma2, lambda target: headed(target, "recurrent", sample_from_anchor=True)),
+    "all of a drafter's own": of_family(
+        families.granite_hybrid,
+        lambda target: unrolled("eagle3", target, max_blocks=4, own_embedding=True, draft_vocab_size=40),
+    ),
+    "gated blocks": of_family(
+        lambda: tiny_target(layer_types=["sliding_attention"] * 2),
+        lambda target: unrolled("specblock", target, block_size=3, reducer="hybrid", rank_head=False, **READ),
+    ),
+    "windows": of_family(
+        without_padding,
+        lambda target: tiny_drafter(
+            target, layer_types=["sliding_attention", "full_attention"], sliding_window=6, causal_layers="all",
+            window_from="slot", conv_kernel_size=2, mask_token_id=None,
+        ),
+    ),
+}  # fmt: skip
 SAVED = sorted(KINDS.keys() - {"prompt lookup"})
 TRAINED = sorted(KINDS.keys() - {"prompt lookup", "medusa", "v4 mtp"})
 WAYS = [{}, {"tree_budget": 7}, {"num_assistant_tokens": "auto"}, {"tree_budget": "auto"}, {"num_assistant_tokens": 2}]
+KNOWN, ALL = 64, 72  # tokens of a target, and of a fine-tuned one
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS, *mostly_nightly(MORE, kept=0)])
 def pair(request, tmp_path):
-    return KINDS[request.param](tmp_path)
+    return (KINDS | MORE)[request.param](tmp_path)
 
 
 def test_the_text_is_the_targets(pair):
@@ -72,7 +113,9 @@ def test_the_text_is_the_targets(pair):
     drafter.bind(target)
     for way in WAYS:
         assert torch.equal(target.generate(ids, assistant_model=drafter, **options, **way), plain), way
-        assert drafter.last_stats.rounds > 0
+        stats = drafter.last_stats
+        assert stats.rounds > 0 and stats.draft_positions <= (drafter.max_draft_tokens or 20)
+        assert way.get("num_assistant_tokens") != 2 or stats.draft_positions <= 2
     assert torch.equal(in_transformers_loop(target, drafter, ids, **options), plain)
     drafter.unbind(target)
     assert torch.equal(target.generate(ids, **options), plain)
@@ -90,8 +133,97 @@ def test_a_batch_writes_for_each_text_what_it_would_alone(pair):
         assert torch.equal(found[:, ids.shape[1] :], torch.stack(alone)), way
 
 
+NONE = LogitsProcessorList()
+BANNED = LogitsProcessorList([stock.SuppressTokensLogitsProcessor([3, 4, 5, 6])])
+PENALTY = LogitsProcessorList([stock.RepetitionPenaltyLogitsProcessor(1.7)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS | MORE)
+def test_texts_get_the_same_drafts_together_alone_and_again(kind, tmp_path):
+    """Over rounds in which texts come late and leave, take in none, a few or many tokens, and are asked for more or
+    fewer drafts, chains and trees. One text has a token alone, so that its context is empty."""
+    target, drafter = (KINDS | MORE)[kind](tmp_path)
+    chance, seen = random.Random(1), target_of(target)
+    texts = [prompt(length, seed=length) for length in (5, 1, 23, 9, 14)]
+    together, alone = ([drafter.new_context() for _ in texts] for _ in range(2))
+    most, layers = drafter.max_draft_tokens or 5, drafter.layers_read(seen)
+
+    def take_in(row):
+        start, end = together[row].end, texts[row].shape[1] - 1
+        residual, positions = None, torch.arange(start, end)[None]
+        if layers:
+            residual = torch.randn(1, end - start, len(layers) * seen.streams, seen.config.hidden_size)
+        for context in (together[row], alone[row]):
+            drafter.extend(seen, context, residual, positions, texts[row][:, start + 1 :])
+            context.end = end
+
+    widest = 0
+    for budget, processors in [(None, NONE), (9, NONE), (9, [NONE, BANNED]), (None, [PENALTY]), (16, [PENALTY])] * 2:
+        rows = sorted(chance.sample(range(5), chance.randint(2, 5)))
+        for row in rows:
+            take_in(row)
+        samplers = [DraftSampler(chance.choice(processors or [NONE]), False, budget) for _ in rows]
+        positions = [torch.arange(texts[row].shape[1])[None] for row in rows]
+        counts = [chance.randint(1, most) for _ in rows]
+        joint, single = (
+            [DraftRequest(contexts[row], texts[row], *rest) for row, *rest in zip(rows, positions, counts, samplers)]
+            for contexts in (together, alone)
+        )
+        trees = drafter.propose_batch(seen, joint)
+        for row, tree, request in zip(rows, trees, single):
+            for own in (drafter.propose(seen, *request), drafter.propose(seen, *request)):
+                assert torch.equal(tree.tokens, own.tokens)
+                assert (tree.parents, tree.passes) == (own.parents, own.passes)
+                assert (tree.confidence is None) == (own.confidence is None)
+                if tree.confidence is not None:
+                    torch.testing.assert_close(tree.confidence, own.confidence, atol=1e-4, rtol=1e-3)
+            assert len(tree) or texts[row].shape[1] == 1 or kind == "prompt lookup"
+            assert len(tree) <= (budget or request.num_drafts) and max(tree.depths, default=0) <= request.num_drafts
+            widest = max(widest, len(tree.paths))
+            accepted = tree.tokens[tree.paths[0]][: chance.randint(0, most)] if len(tree) else tree.tokens
+            texts[row] = torch.cat([texts[row], accepted[None], prompt(1, seed=row)], dim=1)
+    assert widest > 3 or kind == "prompt lookup"
+
+
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS, kept=2))
+def test_a_chat_goes_on(kind, tmp_path):
+    """Its second turn on the cache of the first, with what a processor reads."""
+    target, drafter = KINDS[kind](tmp_path)
+    options = dict(do_sample=False, max_new_tokens=14, repetition_penalty=1.7, return_dict_in_generate=True)
+    turn, texts = prompt(5, seed=4), []
+    for way in ({}, {"assistant_model": drafter}, {"assistant_model": drafter, "tree_budget": 8}):
+        if way:
+            drafter.bind(target)
+        first = target.generate(prompt(12), **options, **way)
+        longer = torch.cat([first.sequences, turn], dim=1)
+        known = {CACHE: cache_of(first)} if way else {}
+        whole = dict(attention_mask=torch.ones_like(longer), **options, **known, **way)
+        texts.append(target.generate(longer, **whole).sequences)
+    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
+
+
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS, kept=2))
+def test_threads_may_draft_with_one(kind, tmp_path):
+    target, drafter = KINDS[kind](tmp_path)
+    prompts, options = [prompt(9, seed=seed) for seed in range(2)], dict(do_sample=False, max_new_tokens=20)
+    expected = [target.generate(ids, **options) for ids in prompts]
+    drafter.bind(target)
+    found: list[list[torch.Tensor]] = [[], []]
+
+    def write(i):
+        for budget in (None, 8, None):
+            found[i].append(target.generate(prompts[i], assistant_model=drafter, tree_budget=budget, **options))
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(texts) == 3 and all(torch.equal(t, plain) for t in texts) for texts, plain in zip(found, expected))
+
+
 def test_a_seed_gives_the_sampled_text_again(pair):
-    """Its law is enumerated elsewhere (tests/trees/test_verification.py); here sampling runs for each kind."""
     target, drafter = pair
     drafter.bind(target)
     for way in ({}, {"tree_budget": 6}):
@@ -102,14 +234,56 @@ def test_a_seed_gives_the_sampled_text_again(pair):
         assert torch.equal(*texts) and texts[0].shape == (1, 17)
 
 
-@pytest.mark.parametrize("kind", SAVED)
+def of_eight(family, made):
+    """A pair with a vocabulary of eight tokens."""
+
+    def pair():
+        torch.manual_seed(0)
+        target = family().eval()
+        if target.config.vocab_size != 8:
+            target.resize_token_embeddings(8)
+        return target, made(target)
+
+    return pair
+
+
+LAWS = {
+    "dflash": of_eight(families.qwen3, lambda target: headed(target, "gated_markov", **READ)),
+    "eagle3": of_eight(families.qwen3, lambda target: unrolled("eagle3", target, max_blocks=5)),
+    "specblock": of_eight(
+        families.llama, lambda target: unrolled("specblock", target, block_size=2, rank_head=False, branching=[2])
+    ),
+    "hyperdflash": of_eight(lambda: tiny_target(vocab_size=8), tiny_drafter),
+    "running state": of_eight(families.qwen3_next, tiny_drafter),
+}
+MORE_LAWS = {
+    "selector": of_eight(families.llama, lambda target: headed(target, "selector", head_candidates=3, **READ)),
+    "medusa": of_eight(families.qwen3, lambda target: medusa(vocab_size=8)),
+    "few tokens": of_eight(families.qwen3, lambda target: headed(target, "state", draft_vocab_size=5, **READ)),
+    "v4 mtp": of_eight(lambda: tiny_target(vocab_size=8), lambda target: DeepseekV4MTPDrafter(target.config).eval()),
+}
+
+
+@pytest.mark.parametrize("budget", [None, 3])
+@pytest.mark.parametrize("kind", mostly_nightly(LAWS | MORE_LAWS, kept=2))
+def test_sampled_text_has_the_targets_law(kind, budget):
+    """By every way that the draws can go, which takes seconds."""
+    told = furthest_from_the_law(*(LAWS | MORE_LAWS)[kind](), tree_budget=budget)
+    # Linear attention rounds in another way over several tokens than over one.
+    assert told["furthest"] < (1e-3 if kind == "running state" else 1e-5) and told["accepted"] > 0
+
+
+@pytest.mark.parametrize("kind", [*SAVED, *MORE])
 def test_what_is_saved_drafts_alike(kind, tmp_path):
-    target, drafter = KINDS[kind](tmp_path / "checkpoint")
+    target, drafter = (KINDS | MORE)[kind](tmp_path / "checkpoint")
     drafter.save_pretrained(tmp_path / "saved")
+    data = {path.name for path in (tmp_path / "saved").iterdir() if path.is_file() and path.suffix != ".py"}
+    assert data == {"config.json", "model.safetensors", "README.md"}
     again = load_drafter(tmp_path / "saved", target=target, dtype=torch.float32)
     assert type(again) is type(drafter)
-    tensors = again.state_dict()
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in drafter.state_dict().items())
+    tensors = again.state_dict() | dict(again.named_buffers())  # of which RoPE's are never rounded
+    before = drafter.state_dict() | dict(drafter.named_buffers())
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in before.items())
     ids, found = prompt(15), []
     for one in (drafter, again):
         one.bind(target)
@@ -127,3 +301,87 @@ def test_a_step_of_training_moves_the_weights(kind, tmp_path):
     after = weights(drafter)
     assert after.isfinite().all() and not torch.equal(before, after)
     assert torch.equal(weights(target), of_target)
+
+
+@pytest.mark.parametrize("kind", mostly_nightly(["v4 dspark", *(kind for kind in TRAINED if kind != "v4 dspark")]))
+def test_the_text_stays_the_targets_while_it_learns(kind, tmp_path):
+    """What it learns is measured in tests/training/test_adaptation.py."""
+    target, drafter = KINDS[kind](tmp_path)
+    options = dict(do_sample=False, max_new_tokens=20)
+    plain = target.generate(prompt(9), **options)
+    drafter.bind(target)
+    with drafter.adapt(target, policy="always", every=1, steps=4, rows=2, learning_rate=3e-3) as learning:
+        for _ in range(3):
+            assert torch.equal(target.generate(prompt(9), assistant_model=drafter, **options), plain)
+    assert [update.gain is None for update in learning.log if update.arm] == [True, False, False]
+
+
+def test_nothing_that_is_passed_is_written_to(pair):
+    target, drafter = pair
+    own = target.config.get_text_config()
+    own.eos_token_id, own.pad_token_id = [60], 1
+    settings = GenerationConfig(max_new_tokens=8, do_sample=False)
+    asked = dict(generation_config=settings, tree_budget=4, num_assistant_tokens=2)
+    configs = [settings, drafter.config, target.config, target.generation_config]
+    before, given = [config.to_dict() for config in configs], dict(asked)
+    drafter.bind(target, as_default=True)
+    target.generate(prompt(9), **asked)
+    assert [config.to_dict() for config in configs] == before and asked == given
+
+
+# A target that got more rows than its drafter knows: a fine-tuned one, whose first ids are the same
+
+
+@torch.no_grad()
+def fine_tuned(original, rows=ALL):
+    """A copy with more tokens, which its texts have: each takes the place of one that the original likes to write."""
+    torch.manual_seed(3)
+    text = original.generate(prompt(11), do_sample=False, max_new_tokens=24)[0, 11:].tolist()
+    tuned = copy.deepcopy(original)
+    tuned.resize_token_embeddings(rows, mean_resizing=False)
+    for module in tuned.modules():
+        if hasattr(module, "tid2eid"):  # the experts of each token
+            module.tid2eid = torch.cat([module.tid2eid, module.tid2eid[: rows - KNOWN]])
+    liked = [token for token, _ in Counter(text).most_common()][::2]
+    for number, row in enumerate(range(KNOWN, rows)):
+        tuned.get_input_embeddings().weight[row].normal_(std=0.2)
+        head = tuned.get_output_embeddings().weight
+        head[row] = 1.2 * head[liked[number]] if number < len(liked) else -head[:KNOWN].mean(0)
+    return tuned
+
+
+@pytest.fixture
+def drafted(monkeypatch):
+    """What drafters propose, tree by tree."""
+    trees, check = [], proposals.check_proposed
+    monkeypatch.setattr(proposals, "check_proposed", lambda *given: (trees.append(given[1]), check(*given)))
+    return trees
+
+
+ROWS = ["dspark", "eagle3", "prompt lookup"]  # of each change
+
+
+@pytest.mark.parametrize("kind", mostly_nightly([*ROWS, *(kind for kind in KINDS | MORE if kind not in ROWS)], kept=3))
+def test_of_a_target_with_more_rows_the_known_ones_are_drafted(kind, drafted, tmp_path):
+    original, drafter = (KINDS | MORE)[kind](tmp_path)
+    target = fine_tuned(original)
+    ids = torch.cat([prompt(11), prompt(11, seed=5)])
+    ids[1, -1] = KNOWN + 1  # the first round starts from a token that the drafter does not know
+    greedy, sampled = dict(do_sample=False, max_new_tokens=20), dict(do_sample=True, top_k=0, max_new_tokens=20)
+    plain = [target.generate(row, **greedy) for row in ids.split(1)]
+    assert max(int(text[0, 11:].max()) for text in plain) >= KNOWN
+    drafter.bind(target)
+    ways = [greedy, greedy | {"tree_budget": 9}, sampled, sampled | {"tree_budget": 9, "repetition_penalty": 1.1}]
+    if target_of(target).takes_static_caches:
+        ways.append(greedy | {"cache_implementation": "static", "disable_compile": True})
+    for options in ways:
+        for row, text in zip(ids.split(1), plain):
+            found = target.generate(row, **options, assistant_model=drafter)
+            assert options["do_sample"] or torch.equal(found, text)
+    if kind != "prompt lookup":  # which drafts whatever the text has
+        assert max(int(tree.tokens.max()) for tree in drafted if len(tree)) < KNOWN
+        for q in [q for tree in drafted for q in tree.q or ()]:
+            assert q.shape == (ALL,) and not q[KNOWN:].any()
+            torch.testing.assert_close(q.sum(), torch.tensor(1.0))
+    assert torch.equal(target.generate(ids, **greedy, assistant_model=drafter, tree_budget=5), torch.cat(plain))
+    assert torch.equal(in_transformers_loop(target, drafter, ids[1:], **greedy), plain[1])

@@ -12,16 +12,17 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModel, PreTrainedTokenizerFast
 
+from hf_hyperdflash import __version__
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.letter import PORTABLE
 from hf_hyperdflash.hub.kinds import KINDS as SAVED_KINDS
 
-from ..conftest import mostly_nightly, prompt, tiny_drafter, tiny_target
+from ..conftest import mostly_nightly, prompt, tiny_drafter
 from ..helpers import families
 from ..helpers.headed_drafters import headed
 from ..helpers.processes import python
-from ..helpers.unrolled import unrolled
-from .test_drafters import KINDS, READ, SAVED, of_family
+from ..helpers.refusals import Refusal
+from .test_drafters import KINDS, LAWS, READ, SAVED, of_family
 
 ROOT = Path(__file__).parents[2]
 # With a running state: the reducer of targets with several streams, and drafters of one stream.
@@ -75,26 +76,6 @@ def test_a_folder_drafts_without_the_package(kind, tmp_path):
         assert what.startswith("(") or "install hf-hyperdflash" in message, (what, message)
     broken = {promise for promise, is_kept in told.items() if is_kept is not True}
     assert broken <= UNSTEADY.get(kind, set())
-
-
-def of_eight(family, made):
-    """A pair of the family with eight tokens."""
-    torch.manual_seed(0)
-    target = family().eval()
-    if target.config.vocab_size != 8:
-        target.resize_token_embeddings(8)
-    return target, made(target)
-
-
-LAWS = {
-    "dflash": lambda: of_eight(families.qwen3, lambda target: headed(target, "gated_markov", **READ)),
-    "eagle3": lambda: of_eight(families.qwen3, lambda target: unrolled("eagle3", target, max_blocks=5)),
-    "specblock": lambda: of_eight(
-        families.llama, lambda target: unrolled("specblock", target, block_size=2, rank_head=False, branching=[2])
-    ),
-    "hyperdflash": lambda: of_eight(lambda: tiny_target(vocab_size=8), tiny_drafter),
-    "running state": lambda: of_eight(families.qwen3_next, tiny_drafter),
-}
 
 
 @pytest.mark.parametrize("kind", mostly_nightly(LAWS, 2))
@@ -154,6 +135,4 @@ def test_an_older_package_is_refused(tmp_path, monkeypatch):
     drafter = tiny_drafter(families.qwen3().eval(), **READ)
     monkeypatch.setattr("hf_hyperdflash.drafters.letter.__version__", "9.1.0")
     drafter.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"saved by hf_hyperdflash 9\.1\.0, and .* is installed") as error:
-        AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
-    assert "\n" not in str(error.value)
+    Refusal(lambda: AutoModel.from_pretrained(tmp_path, trust_remote_code=True), ("9.1.0", __version__, "pip")).check()

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessorList, Qwen3Config, Qwen3ForCausalLM
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.decoding.stats import keep_trees
@@ -17,12 +17,11 @@ from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 
-from ..conftest import mostly_nightly, prompt, tiny_target
+from ..conftest import prompt, tiny_target
 from ..helpers import families
 from ..helpers import oracle_heads as oracle
 from ..helpers.enumerated_draws import every_outcome
 from ..helpers.headed_drafters import headed, headless, proposed
-from ..helpers.loops import in_transformers_loop
 
 FIRST = torch.tensor([0])
 
@@ -56,85 +55,63 @@ def expected_logits(drafter, target, hidden: torch.Tensor, previous: list[int]) 
 
 
 def v4():
-    return tiny_target(hidden_size=64)
-
-
-@pytest.mark.parametrize(
-    ("family", "fields"),
-    [
-        (v4, {"head_candidates": 64}),
-        (v4, {"draft_vocab_size": 30, "head_candidates": 0}),
-        (v4, {"draft_vocab_size": 30, "head_candidates": 4}),
-        (families.granite_hybrid, {"head_candidates": 0}),
-        (families.granite_hybrid, {"head_candidates": 3}),
-        (families.gemma2, {"head_candidates": 0}),
-        (families.gemma2, {"head_candidates": 3}),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),  # a function's address differs between workers
-)
-@pytest.mark.parametrize("kind", HEADS)
-@torch.no_grad()
-def test_logits_follow_the_formulas(kind, fields, family):
-    """Scaled and capped where the target's are, among the block's best tokens where that is asked for."""
-    target = family().eval()
-    drafter, hidden = headed(target, kind, **fields), torch.randn(1, 4, 64)
-    path, previous = BlockPath(drafter, target_of(target), hidden), [5, 9, 9, 60]
-    for k, expected in enumerate(expected_logits(drafter, target, hidden[0], previous)):
-        step = path(k, torch.tensor(previous[k : k + 1]), FIRST)
-        found = step.whole().logits
-        assert found.shape == (1, 64) and step.confidence is None
-        kept = expected > -oracle.FAR / 2
-        torch.testing.assert_close(found[0, kept], expected[kept], atol=1e-4, rtol=1e-4)
-        count = fields["head_candidates"] or fields.get("draft_vocab_size", 64)
-
-        assert not kept[drafter.config.mask_token_id] and 0 <= count - kept.sum() <= 1
-        assert not found.softmax(-1)[0, ~kept].any()
-
-
-# What a request makes of it
+    return tiny_target(layer_types=["sliding_attention"] * 2)
 
 
 REQUESTS = {
     "plain": [],
     "penalty": [stock.RepetitionPenaltyLogitsProcessor(3.0)],
     "bad words": [stock.NoBadWordsLogitsProcessor([[2], [4, 5], [7], [9], [11]])],
-    "nothing twice": [stock.NoRepeatNGramLogitsProcessor(1)],
     "cool": [stock.TemperatureLogitsWarper(0.6), stock.TopPLogitsWarper(0.9)],
+    # None of the block's best, so that another one is drawn.
+    "no candidate": [stock.SuppressTokensLogitsProcessor(list(range(2, 56))), stock.TopKLogitsWarper(6)],
 }
 CASES = [
-    ({}, "plain"),
-    ({}, "penalty"),
-    ({}, "bad words"),
-    ({"head_candidates": 4}, "cool"),
-    ({"head_candidates": 4}, "nothing twice"),
-    ({"sample_from_anchor": True, "num_draft_tokens": 5, "reducer": "stream_mean"}, "plain"),
-    ({"hidden_size": 48, "reducer": "fc"}, "plain"),
-    ({"draft_vocab_size": 30}, "penalty"),
-    ({"conv_kernel_size": 2, "target_layer_ids": [0, -1], "reducer": "hybrid"}, "plain"),
+    (v4, {}, "penalty"),
+    (v4, {"head_candidates": 4}, "cool"),
+    (v4, {"head_candidates": 3}, "no candidate"),
+    (v4, {"sample_from_anchor": True, "num_draft_tokens": 5, "reducer": "stream_mean"}, "bad words"),
+    (v4, {"hidden_size": 48, "reducer": "fc"}, "plain"),
+    (v4, {"draft_vocab_size": 30, "head_candidates": 0}, "penalty"),
+    (v4, {"draft_vocab_size": 30, "head_candidates": 4}, "plain"),
+    (v4, {"conv_kernel_size": 2, "target_layer_ids": [0, -1], "reducer": "hybrid"}, "plain"),
+    (families.granite_hybrid, {"head_candidates": 0}, "plain"),  # which scales its logits
+    (families.granite_hybrid, {"head_candidates": 3}, "plain"),
+    (families.gemma2, {"head_candidates": 0}, "plain"),  # which caps them
+    (families.gemma2, {"head_candidates": 3}, "cool"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "request_name"), CASES, ids=str)
+def named(value):
+    return getattr(value, "__name__", str(value))  # a function's address differs between workers
+
+
+@pytest.mark.parametrize(("family", "fields", "request_name"), CASES, ids=named)
 @pytest.mark.parametrize("kind", HEADS)
-def test_each_draft_is_drawn_after_the_one_before(kind, fields, request_name):
-    """Greedy and at random, after the request's processors, and `q` says from what."""
-    target = tiny_target(layer_types=["sliding_attention"] * 2)
+def test_each_draft_is_drawn_after_the_one_before(kind, family, fields, request_name):
+    """Greedy and at random, after the request's processors, among the block's best tokens where that is asked for, and
+    `q` says from what."""
+    target = family().eval()
     drafter, processors, ids = headed(target, kind, **fields), REQUESTS[request_name], prompt(9)
+    off = dict(atol=2e-3, rtol=1e-2) if request_name == "no candidate" else dict(atol=1e-3, rtol=5e-3)
     for do_sample in (False, True):
         tree, states = proposed(drafter, target, ids, do_sample, processors)
         tokens = tree.tokens.tolist()
         assert tree.is_chain and len(tokens) == len(states) == drafter.max_draft_tokens
         previous, text = [int(ids[0, -1]), *tokens[:-1]], ids
-        for k, scores in enumerate(expected_logits(drafter, target, states, previous)):
-            scores = scores[None].clone()
+        for k, expected in enumerate(expected_logits(drafter, target, states, previous)):
+            kept = int((expected > -oracle.FAR / 2).sum())
+            count = drafter.config.head_candidates or drafter.config.draft_vocab_size or 64
+            assert kept < 64 and 0 <= count - kept <= 1  # without the mask token
+            scores = expected[None].clone()
             for processor in processors:
                 scores = processor(text, scores)
             if do_sample:
-                torch.testing.assert_close(tree.q[k], scores.softmax(-1)[0], atol=1e-3, rtol=5e-3)
+                torch.testing.assert_close(tree.q[k], scores.softmax(-1)[0], **off)
             else:
-                assert scores[0, tokens[k]] >= scores.max() - 1e-4
+                assert scores[0, tokens[k]] >= scores.max() - off["atol"]
             text = torch.cat([text, tree.tokens[None, k : k + 1]], dim=1)
-        assert (tree.q is not None) == do_sample
+        assert (tree.q is not None) == do_sample and tree.confidence is None
 
 
 @pytest.mark.parametrize("candidates", [0, 2])
@@ -153,92 +130,6 @@ def test_the_law_of_the_drafts_is_their_q(kind, candidates):
         laws.add(round(float(tree.q[2].max()), 6))
         total += probability
     assert total == pytest.approx(1) and len(laws) >= (candidates or 3)  # the last draft's depends on those before it
-
-
-@pytest.mark.parametrize("candidates", [0, 4])
-@pytest.mark.parametrize("kind", HEADS)
-def test_the_lm_head_reads_a_state_once(kind, candidates):
-    """Not the block's where the head's own are scored over the whole vocabulary."""
-    target = tiny_target(layer_types=["sliding_attention"])
-    drafter, read = headed(target, kind, head_candidates=candidates), []
-    hook = target.get_output_embeddings().register_forward_hook(lambda _, given, __: read.append(given[0].shape[-2]))
-    tree, _ = proposed(drafter, target, prompt(9))
-    hook.remove()
-    assert sum(read) == len(tree.tokens) == drafter.max_draft_tokens
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_request_that_leaves_no_candidate_still_draws(kind):
-    target, ids = tiny_target(layer_types=["sliding_attention"]), prompt(9)
-    drafter = headed(target, kind, head_candidates=3)
-    _, states = proposed(drafter, target, ids)
-    blind = states @ target.get_output_embeddings().weight.T
-    best = blind.topk(3).indices.unique().tolist()
-    processors = [stock.SuppressTokensLogitsProcessor(best), stock.TopKLogitsWarper(8)]
-    for do_sample in (False, True):
-        tree, _ = proposed(drafter, target, ids, do_sample, processors)
-        assert not set(tree.tokens.tolist()) & set(best)
-        for k, token in enumerate(tree.tokens.tolist()):
-            left = blind[k].index_fill(0, torch.tensor(best), -math.inf)
-            if do_sample:
-                kept = left.masked_fill(left < left.topk(8).values[-1], -math.inf)
-                torch.testing.assert_close(tree.q[k], kept.softmax(-1), atol=1e-3, rtol=1e-2)
-            else:
-                assert token == int(left.argmax())
-
-
-@pytest.mark.parametrize("candidates", mostly_nightly([2, 0]))
-@pytest.mark.parametrize("kind", HEADS)
-def test_sampled_text_has_the_targets_distribution(kind, candidates):
-    """Pearson's test of a text from end to end, by a target that knows the last token alone: its distribution after
-    each token is known. Right code fails at one seed in 10^6 per case; the seed is fixed, so that it fails always or
-    never."""
-    torch.manual_seed(0)
-    target = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-            head_dim=8, intermediate_size=16, initializer_range=0.3, eos_token_id=None, pad_token_id=0,
-        )
-    ).eval()  # fmt: skip
-    with torch.no_grad():
-        target.model.layers[0].self_attn.o_proj.weight.zero_()
-        target.model.layers[0].mlp.down_proj.weight.zero_()
-        law = target(torch.arange(4)[:, None]).logits[:, 0].softmax(-1)
-    drafter = headed(target, kind, head_candidates=candidates, num_draft_tokens=3, head_dim=8)
-    with torch.no_grad():
-        for parameter in drafter.head.parameters():
-            parameter *= 3  # loud, so that a draft's distribution taken for another's shows
-    drafter.bind(target)
-    text = target.generate(torch.tensor([[2]]), assistant_model=drafter, do_sample=True, max_new_tokens=500)[0]
-    assert drafter.last_stats.tau > 1.2  # drafts are judged, and many are taken
-    seen = torch.zeros(4, 4)
-    seen.index_put_((text[:-1], text[1:]), torch.ones(500), accumulate=True)
-    expected = law * seen.sum(1, keepdim=True)
-    assert expected.min() >= 5  # chi-square wants full cells
-    statistic = ((seen - expected) ** 2 / expected).sum().double()
-    assert torch.special.gammaincc(torch.tensor(6.0, dtype=torch.float64), statistic / 2) > 1e-6, (seen, expected)
-
-
-@pytest.mark.parametrize(
-    ("kind", "family", "fields"),
-    [
-        ("markov", families.granite_hybrid, {"draft_vocab_size": 40}),
-        ("gated_markov", families.gemma2, {"dtype": torch.bfloat16}),
-        ("recurrent", v4, {"sample_from_anchor": True}),
-        ("selector", families.qwen3_next, {"conv_kernel_size": 3}),
-        ("state", families.falcon_h1, {"head_candidates": 8}),
-    ],
-)
-def test_text_with_a_head_is_the_targets_own(kind, family, fields):
-    torch.manual_seed(0)
-    target, ids = family().eval(), prompt(12)
-    expected = target.generate(ids, do_sample=False, max_new_tokens=16)
-    drafter = headed(target, kind, confidence_head=True, **fields)
-    drafter.bind(target)
-    assert torch.equal(target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=16), expected)
-    assert drafter.last_stats.rounds
-    drafts = in_transformers_loop(target, drafter, ids, do_sample=False, max_new_tokens=16)
-    assert torch.equal(drafts, expected)
 
 
 # How sure the drafter is
@@ -283,23 +174,18 @@ def test_a_confidence_knows_no_token_from_its_own_on(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [*((kind, {}) for kind in HEADS), ("state", {"tree_budget": 9}), ("markov", {"do_sample": True})],
-    ids=str,
+    ("kind", "options"), [*((kind, {}) for kind in HEADS), ("state", {"tree_budget": 9})], ids=str
 )
-@pytest.mark.parametrize("candidates", [None, 7])
-def test_what_the_head_chose_is_what_the_block_alone_would_not_draft(kind, options, candidates):
+def test_what_the_head_chose_is_what_the_block_alone_would_not_draft(kind, options):
     """By a drafter that has the same weights and no head, asked beside it in every round."""
-    target = tiny_target()
-    drafter = headed(target, kind, head_candidates=candidates)
+    target = v4()
+    drafter = headed(target, kind)
     bare, alone, made = headless(drafter), [], []
     propose = drafter.propose
 
     def beside(target, context, ids, positions, count, sampler):
         greedy = DraftSampler(LogitsProcessorList(), do_sample=False)
-        alone.append(
-            bare.propose(target_of(target), copy.deepcopy(context), ids, positions, count, greedy).tokens.tolist()
-        )
+        alone.append(bare.propose(target, copy.deepcopy(context), ids, positions, count, greedy).tokens.tolist())
         made.append(propose(target, context, ids, positions, count, sampler))
         return made[-1]
 
@@ -312,15 +198,12 @@ def test_what_the_head_chose_is_what_the_block_alone_would_not_draft(kind, optio
     with keep_trees():
         target.generate(prompt(9), assistant_model=drafter, **options)
     told = [by_head for tree in made for by_head in tree.by_head]
-    expected = [
+    assert any(told) and told == [
         token != block[depth - 1]
         for tree, block in zip(made, alone, strict=True)
         for token, depth in zip(tree.tokens.tolist(), tree.depths)
     ]
-    assert told == expected and any(told)
-    stats = drafter.last_stats
-    assert [kept.drafts.by_head for kept in stats.trees] == [tree.by_head for tree in made]
-    of_text = dict.fromkeys(range(stats.tokens), False)
-    for kept in stats.trees:
+    of_text = dict.fromkeys(range(drafter.last_stats.tokens), False)
+    for kept in drafter.last_stats.trees:
         of_text |= zip(kept.tokens, [kept.drafts.by_head[node] for node in kept.accepted])
-    assert stats.by_head == list(of_text.values())
+    assert drafter.last_stats.by_head == list(of_text.values())

@@ -100,16 +100,12 @@ def test_a_draft_depends_on_nothing_behind_it(kind):
         assert torch.equal(one.vectors[:3], other.vectors[:3]) and not torch.equal(one.vectors[3:], other.vectors[3:])
 
 
-def test_without_heads_states_are_the_blocks():
-    hidden = torch.randn(2, 3, 4)
-    said = run_heads(hidden, torch.zeros(2, 3, dtype=torch.long), None, None, None)
-    assert said.states is hidden and not any(part is not None for part in said[1:])
-
-
 def test_a_confidence_without_a_head_reads_the_state_alone():
     judge, hidden = trained(ConfidenceHead(config(), 0)), torch.randn(3, 6, dtype=torch.float64)
     found = run_heads(hidden, torch.zeros(3, dtype=torch.long), None, None, judge).confidence
     blind = run_heads(hidden, torch.zeros(3, dtype=torch.long), None, head_of("markov"), judge).confidence
+    said = run_heads(hidden, torch.zeros(3, dtype=torch.long), None, None, None)
+    assert said.states is hidden and not any(part is not None for part in said[1:])
     for k in range(3):
         sure = oracle.confidence(weights_of(judge), hidden[k].numpy(), None)
         np.testing.assert_allclose(torch.sigmoid(torch.stack([found[k], blind[k]])).detach(), [sure] * 2)
@@ -126,8 +122,3 @@ def test_a_confidence_judges_drafts_and_does_not_shape_them(kind):
     assert all(part.grad.any() for part in judge.parameters())
     (out.states if out.vectors is None else out.vectors @ head.table.T).square().sum().backward()
     assert all(part.grad.any() for part in head.parameters())
-
-
-def test_a_head_that_reads_embeddings_says_so():
-    with pytest.raises(ValueError, match="reads the embedding of the token before, expected `embeds`"):
-        run_heads(torch.randn(3, 6), torch.zeros(3, dtype=torch.long), None, HEADS["state"](config()), None)

@@ -14,9 +14,9 @@ from hf_hyperdflash.drafters.parts.layers import CausalConvolution, ContextCache
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.blocks import block_mask
 
-from ..conftest import prompt, tiny_drafter, tiny_target
+from ..conftest import tiny_drafter, tiny_target
 from ..helpers import oracle_heads as oracle
-from ..helpers.families import qwen3
+from ..helpers.refusals import Refusal
 
 
 def blocks(window=None):
@@ -28,7 +28,7 @@ def blocks(window=None):
     return torch.randn(1, 14, 32), positions, None, mask, torch.randn(1, 24, 4, 32), everywhere
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_norm_is_qwen3s(dtype):
     torch.manual_seed(0)
     own, stock = DrafterRMSNorm(48, eps=1e-3).to(dtype), Qwen3RMSNorm(48, eps=1e-3).to(dtype)
@@ -47,40 +47,24 @@ def test_a_norm_is_qwen3s(dtype):
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
 def test_implementations_agree(target, implementation, window):
     drafter = tiny_drafter(target, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=window)
-    drafter.set_attn_implementation("sdpa")
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # to compile it takes most of a minute
-        expected = drafter(*blocks(window))
-        drafter.set_attn_implementation(implementation)
-        torch.testing.assert_close(drafter(*blocks(window)), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_gradients_of_eager_attention_are_sdpas(target):
-    drafter = tiny_drafter(target)
-    gradients = []
-    for implementation in ("sdpa", "eager"):
-        drafter.set_attn_implementation(implementation)
+    has_gradient, found = implementation != "flex_attention", []  # it has none on a CPU
+    for each in ("sdpa", implementation):
+        drafter.set_attn_implementation(each)
         drafter.zero_grad()
-        drafter(*blocks()).square().sum().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None]))
-    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_text_is_the_targets_with_every_implementation(implementation):
-    torch.manual_seed(0)
-    target, ids, options = qwen3().eval(), prompt(12), dict(do_sample=False, max_new_tokens=20)
-    expected = target.generate(ids, **options)
-    drafter = tiny_drafter(target)
-    drafter.set_attn_implementation(implementation)
-    drafter.bind(target)
-    assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)
+        # To compile it takes most of a minute.
+        with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(has_gradient):
+            found.append(drafter(*blocks(window)))
+        if has_gradient:
+            found[-1].square().sum().backward()
+            found.append(torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None]))
+    for one, other in zip(found, found[len(found) // 2 :]):
+        torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-3)
 
 
 def test_an_implementation_that_cannot_mask_blocks_is_refused(target):
     drafter = tiny_drafter(target)
     drafter.config._attn_implementation = "flash_attention_2"  # which is not installed here
-    with pytest.raises(ValueError, match="'flash_attention_2', which cannot mask blocks of several anchors"):
-        drafter(*blocks())
+    Refusal(lambda: drafter(*blocks()), ("'flash_attention_2'", "mask")).check()
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7), st.booleans()), min_size=1, max_size=12)
@@ -161,9 +145,8 @@ def test_a_convolution_is_a_loop_over_each_block(taps, longer, group, groups, ro
             np.testing.assert_allclose(y, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("taps", [2, 3])
-def test_a_fresh_convolution_changes_nothing(target, taps):
-    plain, convolved = tiny_drafter(target), tiny_drafter(target, conv_kernel_size=taps, conv_group_size=8)
+def test_a_fresh_convolution_changes_nothing(target):
+    plain, convolved = tiny_drafter(target), tiny_drafter(target, conv_kernel_size=3, conv_group_size=8)
     missing, _ = convolved.load_state_dict(plain.state_dict(), strict=False)
     assert len(missing) == 2 * 2 * 2  # of both sublayers in both layers
     with torch.no_grad():

@@ -1,12 +1,9 @@
 import copy
-import json
 import logging
-import re
 
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV4Config,
     DeepseekV4ForCausalLM,
@@ -20,52 +17,34 @@ from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.drafters.blocks.path import BlockPath
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.parts.layers import block_inputs
-from hf_hyperdflash.drafters.parts.reducers import HCGateReducer, stream_gates
+from hf_hyperdflash.drafters.parts.reducers import stream_gates
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.blocks import block_mask, block_masks, previous_tokens
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers import oracle_heads as oracle
 from ..helpers.families import COMMON, GEMMA4, qwen3
-from ..helpers.headed_drafters import headed, proposed
+from ..helpers.headed_drafters import headed, learned, proposed
 
 
 def count(module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def test_parameter_counts_for_v4_flash():
-    # Table 1: 65K against 67M.
-    with torch.device("meta"):
-        assert count(HCGateReducer(HyperDFlashConfig())) == 65_541
-        assert count(HyperDFlashDrafter(HyperDFlashConfig(reducer="fc", num_hidden_layers=1)).fc) == 67_108_864
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_untrained_gate_is_the_targets_collapse(target, dtype):
+def test_an_untrained_gate_is_the_targets_collapse(target, dtype):
     drafter = tiny_drafter(target, path_norm=False)
     residual = torch.randn(2, 5, 4, 32).to(dtype)
-    assert torch.equal(drafter.hc_gate(residual), target.model.hc_head(residual))
-
-
-def test_path_norm_follows_equation_1(target):
-    drafter = tiny_drafter(target)
-    head, residual = target.model.hc_head, torch.randn(1, 3, 4, 32)
-    for t in range(3):
-        h = residual[0, t]
-        x = h.flatten() / (h.flatten().square().mean() + 1e-6).sqrt()
-        y = torch.zeros(32)
-        for j in range(4):
-            alpha = torch.sigmoid(head.hc_fn[j] @ x * head.hc_scale[0] + head.hc_base[j]) + 1e-6
-            y += alpha * h[j] / (h[j].square().mean() + 1e-6).sqrt()
-        torch.testing.assert_close(drafter.hc_gate(residual)[0, t], y)
-
-
-def test_a_path_of_zeros_adds_nothing(target):
-    drafter, residual = tiny_drafter(target), torch.randn(1, 3, 4, 32)
-    residual[:, :, 2] = 0
-    alone = naive_gate(drafter.hc_gate, residual[0, 1])
-    torch.testing.assert_close(drafter.hc_gate(residual)[0, 1], alone)
+    found, head = drafter.hc_gate(residual), target.model.hc_head
+    assert torch.equal(found, head(residual))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(drafter.hc_gate(residual), found)
+    gate = tiny_drafter(target, target_layer_ids=[0, 1, -1]).hc_gate
+    for name in ("hc_fn", "hc_base", "hc_scale"):
+        assert all(torch.equal(part, getattr(head, name)) for part in getattr(gate, name).chunk(3))
+    with torch.no_grad():
+        gate.hc_base.add_(1)
+    assert torch.equal(head.hc_base, tiny_target().model.hc_head.hc_base)  # inherited by value
 
 
 def test_a_gate_without_a_target_is_half_open_and_reads_its_input():
@@ -76,15 +55,6 @@ def test_a_gate_without_a_target_is_half_open_and_reads_its_input():
     gate = HyperDFlashDrafter(config).hc_gate
     gates = stream_gates(torch.randn(1, 200, 4, 32), gate.hc_fn, gate.hc_base, gate.hc_scale, 1e-6, 1e-6)
     assert 0.4 < gates.mean() < 0.6 and gates.std() > 0.1
-
-
-def test_fc_is_a_dense_projection_of_the_concatenated_paths(target):
-    drafter = tiny_drafter(target, reducer="fc")
-    residual = torch.randn(1, 2, 4, 32)
-    projected = torch.stack([torch.cat(list(residual[0, t])) @ drafter.fc.weight.T for t in range(2)])
-    expected = projected / (projected.square().mean(-1, keepdim=True) + 1e-6).sqrt() * drafter.hidden_norm.weight
-    torch.testing.assert_close(drafter.reduce(residual)[0], expected)
-    assert "fc.weight" in drafter.state_dict()  # the name z-lab's checkpoints use
 
 
 def naive_gate(gate, paths, layer=0):
@@ -107,6 +77,7 @@ def test_every_reducer_over_every_source_follows_its_definition(target, reducer,
         for part in drafter.parameters():  # gates that differ between layers, an `fc` that is not zero
             part.normal_(std=0.2)
     residual = torch.randn(1, 3, 4 * len(layers), 32)
+    residual[:, 1, 2] = 0  # a path of zeros adds nothing
     reduced = drafter.reduce(residual)
     for t in range(3):
         per_layer = [residual[0, t, 4 * i : 4 * i + 4] for i in range(len(layers))]
@@ -134,79 +105,32 @@ def test_an_untrained_hybrid_is_the_papers_drafter(target):
     assert torch.equal(hybrid.reduce(residual), paper.reduce(residual[:, :, 4:]))
 
 
-def test_every_layer_inherits_the_targets_gate(target):
-    gate, head = tiny_drafter(target, target_layer_ids=[0, 1, -1]).hc_gate, target.model.hc_head
-    for name in ("hc_fn", "hc_base", "hc_scale"):
-        for part in getattr(gate, name).chunk(3):
-            assert torch.equal(part, getattr(head, name))
-
-
-def test_layers_that_are_not_there_are_refused(target):
-    with pytest.raises(ValueError, match=r"layers \[3, -1\].* 0 to 2"):
-        tiny_drafter(target, reducer="fc", target_layer_ids=[3, -1])
-
-
-def test_gate_parameters_stay_float32(target, tmp_path):
-    drafter = tiny_drafter(target, dtype=torch.bfloat16)
-    assert drafter.hc_gate.hc_fn.dtype == torch.float32 and drafter.norm.weight.dtype == torch.bfloat16
-    drafter.save_pretrained(tmp_path)
-    for dtype in (torch.bfloat16, torch.float32):
-        again = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=dtype)
-        assert again.hc_gate.hc_fn.dtype == torch.float32 and again.layers[0].mlp.up_proj.weight.dtype == dtype
-        assert torch.equal(again.hc_gate.hc_fn, target.model.hc_head.hc_fn)
-
-
-def test_rope_is_never_rounded(target, tmp_path):
-    """A drafter in bfloat16 must see the positions that it sees after it was saved and loaded."""
+def test_what_is_computed_in_float32_is_never_rounded(target, tmp_path):
+    """A gate, and the positions that a drafter in bfloat16 sees."""
     exact = tiny_drafter(target, dtype=torch.float32).rotary_emb.inv_freq
     made = tiny_drafter(target, dtype=torch.bfloat16)
-    made.save_pretrained(tmp_path)
+    made.save_pretrained(tmp_path, with_code=False)
     loaded = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    cast = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=torch.float32).to(torch.bfloat16)
-    for drafter in (made, loaded, cast):
-        assert drafter.dtype == torch.bfloat16
-        assert drafter.rotary_emb.inv_freq.dtype == torch.float32 and torch.equal(drafter.rotary_emb.inv_freq, exact)
+    cast = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=torch.float32)
+    assert cast.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    for drafter in (made, loaded, cast.to(torch.bfloat16)):
+        assert drafter.dtype == torch.bfloat16 and drafter.rotary_emb.inv_freq.dtype == torch.float32
+        assert torch.equal(drafter.rotary_emb.inv_freq, exact)
+    for drafter in (made, loaded):
+        assert torch.equal(drafter.hc_gate.hc_fn, target.model.hc_head.hc_fn)
 
 
-def test_fallback_is_chosen_with_a_logged_reason(target, caplog):
-    with caplog.at_level(logging.WARNING):
-        drafter = tiny_drafter(target, hidden_size=64)
-    assert drafter.config.reducer == "fc" and "64 differs from the target's 32" in caplog.text
-    with pytest.raises(ValueError, match="64 differs"):
-        tiny_drafter(target, hidden_size=64, reducer="hc_gate")
-    assert tiny_drafter(target).config.reducer == "hc_gate"
-
-
-def test_from_target_fits_the_target(target):
+def test_from_target_fits_the_target(target, caplog):
     config = tiny_drafter(target, num_draft_tokens=4).config
     assert (config.vocab_size, config.target_hidden_size, config.target_hc_mult) == (64, 32, 4)
     assert config.block_size == 5 and config.rope_parameters["rope_theta"] == 10000.0
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"sliding_windw": 8}, "`sliding_windw` is no field of `HyperDFlashConfig`: did you mean `sliding_window`"),
-        ({"zzz": 8}, "`zzz` is no field"),
-        ({"hidden_size": "a"}, "`hidden_size` is 'a', expected an integer"),
-        ({"head_dim": 0}, "`head_dim` is 0, expected at least 1"),
-        ({"num_draft_tokens": "6"}, "`num_draft_tokens` is '6', expected an integer of at least 1"),
-        ({"num_draft_tokens": 0}, "`num_draft_tokens` is 0, expected an integer of at least 1"),
-        ({"num_draft_tokens": 10**9}, "`block_size` is 1000000001, expected at least 2 and at most 4096"),
-        ({"num_hidden_layers": 10**9}, "`num_hidden_layers` is 1000000000, expected at least 1 and at most 1024"),
-        ({"dtype": "float7"}, "`dtype` is 'float7', expected a dtype of weights or its name: bfloat16"),
-        ({"dtype": "int8"}, "`dtype` is 'int8', expected a dtype of weights"),
-        ({"dtype": "nn"}, "`dtype` is 'nn', expected a dtype of weights"),
-        ({"dtype": 16}, "`dtype` is 16, expected a dtype of weights"),
-        (
-            {"tokenizer": 3, "mask_token_id": None},
-            "`tokenizer` is 3, expected a tokenizer: load it with `AutoTokenizer",
-        ),
-    ],
-)
-def test_fields_that_are_none_are_refused(target, fields, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_drafter(target, **fields)
+    assert config.reducer == "hc_gate" and not caplog.messages
+    assert tiny_drafter(target, hidden_size=64).config.reducer == "fc"
+    assert any("64" in line and "32" in line for line in caplog.messages)
+    # A window that engines have words for.
+    assert tiny_drafter(qwen3()).config.sliding_window is None
+    assert config.sliding_window == 1024  # of `max_position_embeddings`
+    assert tiny_drafter(target, sliding_window=None).config.sliding_window is None
 
 
 @pytest.mark.parametrize(
@@ -218,58 +142,23 @@ def test_a_dtype_is_given_by_name_too(target, dtype, expected):
     assert drafter.dtype == expected and drafter.hc_gate.hc_fn.dtype == torch.float32
 
 
-def test_a_file_is_no_folder_to_save_in(drafter, tmp_path):
-    (tmp_path / "file").write_text("kept")
-    with pytest.raises(OSError, match="file is a file, expected a folder for the drafter"):
-        drafter.save_pretrained(tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "kept"
-
-
-def test_a_drafter_is_no_target(target, drafter):
-    for make in (HyperDFlashDrafter.from_target, drafter.bind):
-        with pytest.raises(ValueError, match="is a HyperDFlashDrafter, a drafter"):
-            make(drafter)
-
-
 @pytest.mark.parametrize("reducer", ["hc_gate", "fc", "hybrid"])
 def test_a_target_on_meta_gives_a_drafter_on_meta(reducer):
-    """Sizes and counts for V4-Flash, without its weights."""
+    """Sizes and counts for V4-Flash, without its weights: 65K against 67M in the paper's table 1."""
     layers, kinds = 3, ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
     with torch.device("meta"):
         target = DeepseekV4ForCausalLM(
             DeepseekV4Config(num_hidden_layers=layers, layer_types=kinds, mlp_layer_types=["moe"] * layers)
         )
+        plain = qwen3()
     drafter = HyperDFlashDrafter.from_target(target, reducer=reducer, dtype=torch.bfloat16, num_hidden_layers=1)
     assert all(tensor.is_meta for tensor in [*drafter.parameters(), *drafter.buffers()])
     assert drafter.dtype == torch.bfloat16 and drafter.config.mask_token_id == 128799
     parts = {"hc_gate": 65_541, "fc": 67_108_864}
     assert all(count(getattr(drafter, name)) == size for name, size in parts.items() if hasattr(drafter, name))
     assert hasattr(drafter, reducer) or reducer == "hybrid"
-
-
-def test_a_target_without_a_gate_on_meta():
-    with torch.device("meta"):
-        target = qwen3()
-    drafter = tiny_drafter(target, target_layer_ids=[0, 2])
+    drafter = tiny_drafter(plain, target_layer_ids=[0, 2])
     assert drafter.config.reducer == "fc" and all(parameter.is_meta for parameter in drafter.parameters())
-
-
-def test_the_window_is_one_that_engines_have_words_for(target):
-    assert tiny_drafter(qwen3()).config.sliding_window is None
-    assert tiny_drafter(target).config.sliding_window == 1024  # of `max_position_embeddings`
-    assert tiny_drafter(target, sliding_window=None).config.sliding_window is None
-
-
-def test_saves_only_its_own_safetensors(drafter, tmp_path):
-    drafter.save_pretrained(tmp_path)
-    data = {path.name for path in tmp_path.iterdir() if path.is_file() and path.suffix != ".py"}  # and the code
-    assert data == {"config.json", "model.safetensors", "README.md"}
-    names = set(load_file(tmp_path / "model.safetensors"))
-    assert names == set(drafter.state_dict())
-    assert not any("embed" in name or "lm_head" in name for name in names)
-    again = HyperDFlashDrafter.from_pretrained(tmp_path, device_map="cpu")
-    for name, value in again.state_dict().items():
-        assert torch.equal(value, drafter.state_dict()[name]), name
 
 
 def reference_forward(drafter, embeds, positions, residual, context_positions):
@@ -390,86 +279,43 @@ def test_cached_context_equals_the_masked_training_layout(target, window, fields
         torch.testing.assert_close(alone, together[:, block], atol=1e-5, rtol=1e-4)
 
 
-def test_num_draft_tokens_is_checked(drafter):
-    drafter.num_draft_tokens = 2
-    assert drafter.num_draft_tokens == 2
-    for bad in (0, 7, True, "3"):
-        with pytest.raises(ValueError, match="1 to 6"):
-            drafter.num_draft_tokens = bad
-    assert drafter.num_draft_tokens == 2
-
-
-def test_gate_is_inherited_by_value(drafter):
-    other = tiny_target(seed=0)
-    assert torch.equal(drafter.hc_gate.hc_base, other.model.hc_head.hc_base)
-    with torch.no_grad():
-        drafter.hc_gate.hc_base.add_(1)
-    assert not torch.equal(drafter.hc_gate.hc_base, other.model.hc_head.hc_base)
-
-
-def test_forward_wants_one_kind_of_context(target, drafter):
-    embeds, positions = torch.randn(1, 7, 32), torch.arange(7)[None]
-    with pytest.raises(ValueError, match="either"):
-        drafter(embeds, positions)
-
-
-def test_the_gate_stays_float32_under_autocast(target):
-    drafter = tiny_drafter(target)
-    residual = torch.randn(1, 3, 4, 32)
-    expected = drafter.hc_gate(residual)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(drafter.hc_gate(residual), expected)
-
-
 # Sequential heads
-
-
-@pytest.mark.parametrize("made", ["from_target", "from its configuration"])
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_fresh_head_drafts_what_is_drafted_without(target, kind, made):
-    plain, fields = tiny_drafter(target), dict(head_rank=8, confidence_head=True)
-    for candidates in (None, 0):
-        drafter = tiny_drafter(target, sequential_head=kind, head_candidates=candidates, **fields)
-        if made != "from_target":
-            drafter = HyperDFlashDrafter(drafter.config).eval()
-        missing, unexpected = drafter.load_state_dict(plain.state_dict(), strict=False)
-        assert not unexpected and {name.split(".")[0] for name in missing} == {drafter.head.key, "confidence_head"}
-        assert any(parameter.any() for parameter in drafter.head.parameters())  # else nothing would ever be learned
-        found, expected = (proposed(one, target, prompt(9))[0] for one in (drafter, plain))
-        assert torch.equal(found.tokens, expected.tokens) and found.confidence.tolist() == [0.5] * 6
-    sampled = []
-    for one in (drafter, plain):
-        torch.manual_seed(7)
-        sampled.append(proposed(one, target, prompt(9), do_sample=True)[0])
-    assert torch.equal(sampled[0].tokens, sampled[1].tokens)
-    torch.testing.assert_close(sampled[0].q, sampled[1].q)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_drafter_gets_heads_later(target, kind, dtype):
-    plain = tiny_drafter(target, reducer="hybrid", target_layer_ids=[1, -1], dtype=dtype)
+def test_a_new_head_changes_no_draft(target, kind, dtype):
+    """Whether a drafter is made with it or gets it later. All else stays, and there is something to learn."""
+    target.config.pad_token_id = None  # so that it has a mask vector
+    options = dict(reducer="hybrid", target_layer_ids=[1, -1], dtype=dtype, num_hidden_layers=2)
+    plain = HyperDFlashDrafter.from_target(target, **options).eval()
     with torch.no_grad():
         plain.norm.weight.normal_(1, 0.1)  # something learned
-    before = {name: value.clone() for name, value in plain.state_dict().items()}
-    grown = plain.with_heads(sequential_head=kind, head_rank=5, confidence_head=True)
+    fields = dict(sequential_head=kind, head_rank=5, confidence_head=True)
+    grown, before = plain.with_heads(**fields), plain.state_dict()
     config = grown.config
     assert (config.sequential_head, config.head_rank, config.confidence_head) == (kind, 5, True)
     assert config.head_candidates == HEADS[kind].candidates_of(config.vocab_size, 0)
-    assert {each.dtype for each in grown.head.parameters()} == {dtype} and grown.hc_gate.hc_fn.dtype == torch.float32
-    assert grown.head is not None and plain.head is None and plain.config.sequential_head == "none"
-    for name, value in grown.state_dict().items():
-        if name in before:
-            assert torch.equal(value, before.pop(name)), name
-        else:
-            assert name.split(".")[0] in (grown.head.key, "confidence_head")
-    assert not before
-    found, expected = (proposed(one, target, prompt(9))[0] for one in (grown, plain))
-    assert torch.equal(found.tokens, expected.tokens)
+    assert plain.head is None and plain.config.sequential_head == "none"
+    made = HyperDFlashDrafter.from_target(target, **options, **fields, head_candidates=0).eval()
+    again = HyperDFlashDrafter(made.config).to(dtype).eval()
+    again.hc_gate.float()
+    for drafter in (made, again):
+        missing, unexpected = drafter.load_state_dict(before, strict=False)
+        assert not unexpected and {name.split(".")[0] for name in missing} == {drafter.head.key, "confidence_head"}
+    expected = proposed(plain, target, prompt(9))[0].tokens
+    for drafter in (grown, made, again):
+        tensors = drafter.state_dict()
+        assert all(torch.equal(tensors[name], value) for name, value in before.items())
+        assert {parameter.dtype for parameter in drafter.head.parameters()} == {dtype}
+        assert drafter.hc_gate.hc_fn.dtype == torch.float32
+        assert any(parameter.any() for parameter in drafter.head.parameters())  # else nothing is ever learned
+        found = proposed(drafter, target, prompt(9))[0]
+        assert torch.equal(found.tokens, expected) and found.confidence.tolist() == [0.5] * 6
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_confidence_stays_what_it_was_when_a_head_is_added(target, kind):
+def test_what_is_learned_stays_when_another_head_is_added(target, kind):
     sure = tiny_drafter(target, confidence_head=True)
     with torch.no_grad():
         sure.confidence_head.proj.weight.normal_()
@@ -477,31 +323,9 @@ def test_a_confidence_stays_what_it_was_when_a_head_is_added(target, kind):
     found, expected = (proposed(one, target, prompt(9))[0].confidence for one in (grown, sure))
     torch.testing.assert_close(found, expected)
     assert len(set(expected.tolist())) > 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"sequential_head": "bigram"}, "`sequential_head` is 'bigram', expected one of"),
-        ({"num_hidden_layers": 3}, "`num_hidden_layers` is not of a head: expected some of sequential_head"),
-        ({"head_rank": 3}, "`head_rank` is 3, but of no new head: add `sequential_head`"),
-        ({"confidence_reads_token": False}, "add `confidence_head`"),
-        ({"sequential_head": "markov", "head_rank": 0}, "`head_rank` is 0, expected at least 1"),
-    ],
-)
-def test_heads_that_cannot_be_given_are_refused(target, fields, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_drafter(target).with_heads(**fields)
-
-
-def test_a_head_is_given_once(target):
-    drafter = tiny_drafter(target, sequential_head="markov", head_rank=4)
-    with pytest.raises(ValueError, match=r"`sequential_head` is 'state', .* has one already \('markov'\)"):
-        drafter.with_heads(sequential_head="state")
-    sure = drafter.with_heads(confidence_head=True)
-    assert torch.equal(sure.head.markov_w1.weight, drafter.head.markov_w1.weight)
-    with pytest.raises(ValueError, match=r"`confidence_head` is True, but the drafter has one already \(True\)"):
-        sure.with_heads(confidence_head=True)
+    drafter = headed(target, kind)
+    again = drafter.with_heads(confidence_head=True).head.state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in drafter.head.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -552,23 +376,6 @@ def test_training_sees_what_is_drafted_from(target, kind, fields):
                 torch.testing.assert_close(sure, expected.confidence[0], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_drafter_with_a_head_is_saved_and_loaded(target, tmp_path, kind, dtype):
-    drafter = headed(target, kind, head_candidates=5, confidence_head=True, conv_kernel_size=2, dtype=dtype)
-    drafter.config.confidence_temperatures = [0.5, 2.0, 1.0, 1.5, 1.0, 3.0]
-    drafter.save_pretrained(tmp_path)
-    torch.manual_seed(1)
-    expected = proposed(drafter, target, prompt(9), do_sample=True)[0]
-    again = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=dtype)
-    assert {parameter.dtype for parameter in again.head.parameters()} == {dtype}
-    torch.manual_seed(1)
-    found = proposed(again, target, prompt(9), do_sample=True)[0]
-    assert torch.equal(found.tokens, expected.tokens) and len(found.confidence) == 6
-    torch.testing.assert_close(torch.stack(found.q), torch.stack(expected.q))
-    torch.testing.assert_close(found.confidence, expected.confidence)
-
-
 NAMES = {
     "markov": {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"},
     "gated_markov": {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "markov_head.gate_proj.weight",
@@ -582,53 +389,41 @@ NAMES = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_heads_have_the_names_that_checkpoints_have_and_are_missed(target, tmp_path, kind):
-    drafter = tiny_drafter(target, sequential_head=kind, confidence_head=True, conv_kernel_size=2, num_hidden_layers=1)
+def test_heads_have_the_names_that_checkpoints_have(target, kind):
+    fields = dict(confidence_head=True, conv_kernel_size=2, num_hidden_layers=1)
     others = {"confidence_head.proj.weight", "confidence_head.proj.bias"} | {
         f"layers.0.{part}.{name}"
         for part in ("attention_conv", "mlp_conv")
         for name in ("base_kernel", "kernel_projection.weight")
     }
     plain = set(tiny_drafter(target, num_hidden_layers=1).state_dict())
-    assert set(drafter.state_dict()) == plain | NAMES[kind] | others
-    drafter.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for lost in (min(NAMES[kind]), "confidence_head.proj.weight", "layers.0.mlp_conv.base_kernel"):
-        save_file({name: tensor for name, tensor in tensors.items() if name != lost}, tmp_path / "model.safetensors")
-        with pytest.raises(ValueError, match=rf"1 missing \({re.escape(lost)}\)") as caught:
-            HyperDFlashDrafter.from_pretrained(tmp_path)
-        assert "\n" not in str(caught.value)
-    save_file(tensors, tmp_path / "model.safetensors")
-    plain_config = json.loads((tmp_path / "config.json").read_text()) | {"sequential_head": "none"}
-    (tmp_path / "config.json").write_text(json.dumps(plain_config))
-    with pytest.raises(ValueError, match=rf"{len(NAMES[kind])} unexpected \({re.escape(min(NAMES[kind]))}"):
-        HyperDFlashDrafter.from_pretrained(tmp_path)
+    assert not any("embed" in name or "lm_head" in name for name in plain)  # which are the target's
+    assert set(tiny_drafter(target, sequential_head=kind, **fields).state_dict()) == plain | NAMES[kind] | others
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_an_adapter_has_the_heads_whole(target, tmp_path, kind):
-    """LoRA for the layers; heads are trained, saved and merged as they are."""
-    drafter = headed(target, kind, confidence_head=True, head_candidates=5)
-    start = copy.deepcopy(drafter)
-    whole = [drafter.head.key, "confidence_head"]
+def test_an_adapter_has_heads_and_mask_vector_whole(target, tmp_path, kind):
+    """LoRA for the layers; these are trained, saved and merged as they are."""
+    target.config.pad_token_id = None  # so that it has a mask vector
+    made = HyperDFlashDrafter.from_target(target, num_hidden_layers=1)
+    drafter = learned(made.with_heads(sequential_head=kind, confidence_head=True, head_candidates=5)).eval()
+    whole = [drafter.head.key, "confidence_head", "mask_embedding"]
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], modules_to_save=whole, init_lora_weights=False)
     wrapped = peft.get_peft_model(copy.deepcopy(drafter), config)
     trained = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
-    assert len([name for name in trained if "lora_" not in name]) == len(NAMES[kind]) + 2
+    assert len([name for name in trained if "lora_" not in name]) == len(NAMES[kind]) + 3
     with torch.no_grad():
         for name in sorted(trained):
             wrapped.get_parameter(name).normal_(std=0.4)
     wrapped.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(drafter), tmp_path).eval()
     merged = peft.PeftModel.from_pretrained(copy.deepcopy(drafter), tmp_path).merge_and_unload().eval()
-    assert type(merged.head) is HEADS[kind]
-    trees = []
-    for one in (wrapped.get_base_model(), loaded.get_base_model(), merged, start):
-        torch.manual_seed(2)
-        trees.append(proposed(one, target, prompt(9), do_sample=True)[0])
+    trees = [
+        proposed(one, target, prompt(9))[0]
+        for one in (wrapped.get_base_model(), loaded.get_base_model(), merged, drafter)
+    ]
     for other in trees[1:3]:
         assert torch.equal(other.tokens, trees[0].tokens)
-        torch.testing.assert_close(torch.stack(other.q), torch.stack(trees[0].q), atol=1e-4, rtol=1e-3)
         torch.testing.assert_close(other.confidence, trees[0].confidence, atol=1e-4, rtol=1e-3)
     assert not torch.allclose(trees[3].confidence, trees[0].confidence, atol=1e-3)
 
@@ -653,7 +448,7 @@ def test_of_a_target_with_one_stream_layers_all_over_it_are_read(caplog, layers,
     with caplog.at_level(logging.WARNING):
         drafter = HyperDFlashDrafter.from_target(target, mask_token_id=1, **given)
     assert drafter.config.target_layer_ids == expected
-    assert f"reads layers {', '.join(map(str, expected))} of the target's {layers}; `target_layer_ids`" in caplog.text
+    assert ", ".join(map(str, expected)) in caplog.text and str(layers) in caplog.text
     chosen = HyperDFlashDrafter.from_target(target, mask_token_id=1, target_layer_ids=[0, 2], **given)
     assert chosen.config.target_layer_ids == [0, 2]
 
@@ -666,9 +461,4 @@ def test_layers_that_a_prompt_does_not_run_are_not_read_by_default():
         )
     ids = HyperDFlashDrafter.from_target(target, mask_token_id=1, num_hidden_layers=1).config.target_layer_ids
     assert ids == [3]  # the middle of six
-
-
-def test_of_several_streams_the_last_residual_is_read(target, caplog):
-    with caplog.at_level(logging.WARNING):
-        assert tiny_drafter(target, reducer="fc").config.target_layer_ids == [-1]
-    assert "reads layers" not in caplog.text
+    assert tiny_drafter(tiny_target(), reducer="fc").config.target_layer_ids == [-1]  # of several streams the last

@@ -1,8 +1,9 @@
+"""Prompt lookup against a naive one."""
+
 import pytest
 import torch
 
 from hf_hyperdflash import PromptLookupDrafter, bind
-from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 
 from ..conftest import prompt, tiny_target
 
@@ -37,34 +38,3 @@ def test_text_is_the_targets_and_rounds_are_those_of_a_naive_lookup(count, longe
     assert drafter.last_stats.accepted == accepted and drafter.last_stats.emitted == emitted
     assert max(accepted) > 0 and min(accepted) == 0
     assert drafter.last_stats.rounds == len(accepted)  # rounds without a draft count: they are forwards, too
-
-
-def test_sampling_continuing_and_bad_values():
-    target = bind(tiny_target(4))
-    drafter, ids = PromptLookupDrafter(target), torch.cat([prompt(9), prompt(9)], dim=1)
-    torch.manual_seed(1)
-    out = target.generate(
-        ids, do_sample=True, top_k=2, max_new_tokens=20, assistant_model=drafter, return_dict_in_generate=True
-    )
-    assert out.sequences.shape == (1, 38) and drafter.last_stats.tokens == 20
-    second = torch.cat([out.sequences, prompt(5)], dim=1)
-    again = target.generate(
-        second, do_sample=False, max_new_tokens=12, assistant_model=drafter, **{CACHE: cache_of(out)}
-    )
-    assert torch.equal(again, target.generate(second, do_sample=False, max_new_tokens=12))
-    for bad in (0, -1, 2.5, True):
-        with pytest.raises(ValueError, match="at least 1"):
-            PromptLookupDrafter(target, bad)
-    for bad in (0, "2"):
-        with pytest.raises(ValueError, match=f"`max_matching_ngram_size` is {bad!r}, expected an integer"):
-            PromptLookupDrafter(target, 3, bad)
-    for wrong in ("org/name", None):
-        with pytest.raises(ValueError, match="The target is "):
-            PromptLookupDrafter(wrong)
-
-
-def test_its_number_of_drafts_can_be_given_back():
-    drafter = PromptLookupDrafter(tiny_target(), num_draft_tokens=4)
-    drafter.num_draft_tokens = 7
-    drafter.num_draft_tokens = None
-    assert drafter.num_draft_tokens == 4

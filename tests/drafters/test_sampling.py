@@ -19,18 +19,16 @@ from transformers import (
 )
 from transformers.generation import logits_process as stock
 
-from hf_hyperdflash.auto.acceptance import AcceptanceLine
 from hf_hyperdflash.drafters.sampling import (
     DraftRequest,
     DraftSampler,
-    asked_of_a_graph,
     chains_in_step,
     draw,
     without_state,
 )
 from hf_hyperdflash.trees.acceptance import sample_index
-from hf_hyperdflash.trees.growth import Admission, DraftStep, DraftVocabulary
-from hf_hyperdflash.trees.tree import ANCHOR, DraftTree, keep_trees
+from hf_hyperdflash.trees.growth import DraftStep, DraftVocabulary
+from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
 from ..conftest import prompt
 from ..helpers.draft_trees import parents_and_tokens, path_to
@@ -210,13 +208,6 @@ def test_a_tree_is_scored_path_by_path(tree, names, seed):
     assert not DraftSampler(LogitsProcessorList([*known, Remembering()]), True).has_all_processors
 
 
-def test_greedy_drafts_without_processors_are_the_most_probable_tokens():
-    logits = torch.randn(1, 4, VOCAB)
-    tree = DraftSampler(LogitsProcessorList(), False).blind(prompt(6), logits)
-    assert tree.tokens.tolist() == [max(range(VOCAB), key=row.__getitem__) for row in logits[0].tolist()]
-    assert tree.q is None and tree.is_chain
-
-
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_path_is_told_each_token_that_was_chosen(do_sample):
     """The one that the request's processors left, not the one that the drafter liked best; and where it stands."""
@@ -241,57 +232,6 @@ def test_a_path_is_told_each_token_that_was_chosen(do_sample):
     else:
         assert tree.q is None and tokens[1:] == [token + 1 for token in tokens[:-1]]
     assert len(DraftSampler(processors, do_sample).grow(ids, 0, steps)) == 0
-
-
-@pytest.mark.parametrize("name", HERE)
-def test_paths_are_scored_after_the_text_they_follow(name):
-    torch.manual_seed(0)
-    ids, drafts, logits = prompt(6, 0, VOCAB), torch.randint(0, VOCAB, (3, 2)), torch.randn(3, VOCAB) * 3
-    sampler = DraftSampler(LogitsProcessorList([made(name)]), True)
-    expected = made(name)(torch.cat([ids.expand(3, -1), drafts], dim=1), logits.clone())
-    assert torch.equal(sampler.scored_after(ids, drafts, logits.clone()), expected)
-
-
-@pytest.mark.parametrize(
-    ("processors", "is_read"),
-    [([], False), ([TemperatureLogitsWarper(0.5), TopPLogitsWarper(0.9)], False),
-     ([TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.2)], True)],
-    ids=["none", "warpers", "penalty"],
-)  # fmt: skip
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("how", ["tree", "chain", "chains in step"])
-def test_drafts_copy_the_text_only_for_who_reads_it(how, processors, is_read, do_sample):
-    """Else a long text is copied for each path of each level."""
-    ids, lengths = prompt(500, 0, VOCAB), []
-
-    class Sampler(DraftSampler):
-        def scored(self, prefixes, logits):
-            lengths.append(prefixes.shape[1])
-            return super().scored(prefixes, logits)
-
-    law = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
-    sampler = Sampler(LogitsProcessorList(processors), do_sample, tree_budget=12 if how == "tree" else None)
-
-    def steps(k, tokens, rows):
-        return DraftStep(law[k].expand(len(tokens), -1))
-
-    if how == "chains in step":
-        chains_in_step([DraftRequest(None, ids, ids, 4, sampler)], steps)
-    else:
-        sampler.grow(ids, 4, steps)
-    assert lengths == [length + 500 * is_read for length in range(4)]
-
-
-def test_chains_in_step_are_each_what_it_would_be_alone():
-    """Also where a processor reads the drafts before: each row's own."""
-    logits = 3 * torch.randn(3, 5, VOCAB, VOCAB)  # of a row, a draft position, and the token before
-    sampler = DraftSampler(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(4.0)]), do_sample=False)
-    rows = [prompt(length, seed=length, vocab_size=VOCAB) for length in (4, 7, 2)]
-    requests = [DraftRequest(None, ids, None, count, sampler) for ids, count in zip(rows, (5, 3, 4))]
-    together = chains_in_step(requests, lambda k, tokens, at: DraftStep(logits[at, k, tokens]))
-    for row, (ids, request) in enumerate(zip(rows, requests)):
-        alone = sampler.grow(ids, request.num_drafts, lambda k, tokens, _, row=row: DraftStep(logits[row, k, tokens]))
-        assert together[row].tokens.tolist() == alone.tokens.tolist()
 
 
 def test_chains_that_are_drawn_in_step_have_the_joint_law_of_chains_that_are_drawn_alone():
@@ -319,26 +259,6 @@ def test_chains_that_are_drawn_in_step_have_the_joint_law_of_chains_that_are_dra
             assert probability == pytest.approx(math.prod(q), rel=1e-5)
     assert len(law) == 27 and len(of_each[0]) == 9
     assert law == pytest.approx({(one, other): of_each[0][one] * of_each[1][other] for one, other in law}, abs=1e-6)
-
-
-def test_a_graph_drafts_what_is_then_admitted_only_where_that_costs_little():
-    """And never what is drawn, or what a processor changes."""
-    admission = Admission(AcceptanceLine(), 0.1)
-
-    def asked(is_launch_bound, processors=(), do_sample=False, **options):
-        sampler = DraftSampler(LogitsProcessorList(processors), do_sample, **options)
-        request = DraftRequest(None, prompt(6), prompt(6), 4, sampler)
-        return asked_of_a_graph([request], torch.device("cpu"), is_launch_bound)
-
-    assert asked(False) == asked(True) == (None, None, False) and asked(False, tree_budget=7) == (7, None, False)
-    assert asked(True, chain_admission=Asked(refused=3, most=3)) == (None, None, True)
-    budget, numbers, has_signals = asked(True, tree_budget=7, node_admission=admission)
-    assert budget == 7 and not has_signals and numbers.tolist() == pytest.approx([1.0, 0.0, math.log(0.1)])
-    for admitting in (dict(chain_admission=Asked(refused=3, most=3)), dict(tree_budget=7, node_admission=admission)):
-        assert asked(False, **admitting) is None
-    assert asked(True, do_sample=True) is None and asked(True, [TemperatureLogitsWarper(3.0)]) is None
-    with keep_trees():
-        assert asked(True) is None
 
 
 @pytest.mark.parametrize(

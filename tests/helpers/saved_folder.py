@@ -228,15 +228,17 @@ def stopped(folder: Path) -> dict[str, Any]:
 
 
 def law(folder: Path) -> dict[str, float]:
+    """How far the law of the saved drafter's text is from the target's."""
+    return furthest_from_the_law(*load(folder))
+
+
+def furthest_from_the_law(target: Any, drafter: Any, **way: Any) -> dict[str, float]:
     """How far the probability of any sampled text is from the target's, by every way that the draws can go."""
-    target, drafter = load(folder)
     from tests.helpers.enumerated_draws import every_outcome
 
     ids, size = prompt(5, 8), target.config.get_text_config().vocab_size
-    options = dict(do_sample=True, top_k=3, temperature=0.7, max_new_tokens=3, num_assistant_tokens=2)
-    expected: dict[tuple[int, ...], float] = {}
-    for text in product(range(size), repeat=3):
-        expected[text] = 1.0
+    options = dict(do_sample=True, top_k=3, temperature=0.7, max_new_tokens=3, num_assistant_tokens=2, **way)
+    expected = dict.fromkeys(product(range(size), repeat=3), 1.0)
     memo: dict[tuple[int, ...], torch.Tensor] = {}
     for text in expected:
         for k in range(3):

@@ -9,17 +9,14 @@ from collections import defaultdict
 
 import pytest
 import torch
-from transformers import GenerationConfig, pipeline
+from transformers import pipeline
 
 from hf_hyperdflash import (
     Eagle3Config,
     Eagle3Drafter,
     HyperDFlashConfig,
     HyperDFlashDrafter,
-    PromptLookupDrafter,
-    load_drafter,
 )
-from hf_hyperdflash.drafters.blocks.modeling_medusa import MedusaConfig, MedusaDrafter
 
 from ..conftest import prompt
 from ..helpers import families
@@ -129,41 +126,6 @@ def test_saved_after_it_was_bound_it_is_as_it_was_made(make, tmp_path):
     drafter.save_pretrained(tmp_path / "after", with_code=False)
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("before", "after"))
     assert before == after
-    third = targets_for(make)[0]
-    again = load_drafter(tmp_path / "after", target=third)
-    for each in (drafter, again):
-        each.bind(third)
-    assert drafts_on(again, third) == drafts_on(drafter, third)
-
-
-def made_for(make):
-    return lambda target: make()
-
-
-KINDS = {
-    "usual layers": made_for(reads_usual_layers),
-    "any streams": made_for(reads_any_streams),
-    "hyperdflash": lambda target: HyperDFlashDrafter.from_target(
-        target, mask_token_id=1, num_hidden_layers=1, target_layer_ids=[2]
-    ),
-    "medusa": lambda target: MedusaDrafter(MedusaConfig(medusa_num_heads=2, hidden_size=64, vocab_size=64)),
-    "prompt lookup": PromptLookupDrafter,
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_that_is_passed_is_written_to(kind):
-    targets = targets_for(reads_usual_layers)
-    for number, target in enumerate(targets):
-        target.config.eos_token_id, target.config.pad_token_id = [60 + number], number
-    drafter, settings = KINDS[kind](targets[0]), GenerationConfig(max_new_tokens=8, do_sample=False)
-    asked = dict(generation_config=settings, tree_budget=4, num_assistant_tokens=2)
-    configs = [settings, drafter.config, *(each for t in targets for each in (t.config, t.generation_config))]
-    before, given = [config.to_dict() for config in configs], dict(asked)
-    for target in targets:
-        drafter.bind(target, as_default=True)
-        target.generate(prompt(9), **asked)
-    assert [config.to_dict() for config in configs] == before and asked == given
 
 
 def test_a_pipeline_takes_drafters_whatever_special_tokens_they_name():

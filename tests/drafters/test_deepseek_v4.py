@@ -1,0 +1,447 @@
+"""DeepSeek-V4's own drafters, MTP and DSpark, against their definitions, written out entry by entry and slot by slot
+from a checkpoint's tensors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packaging.version import Version
+from transformers import (
+    DeepseekV4Config,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter
+from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
+from hf_hyperdflash.drafters.deepseek_v4.modeling_mtp import sliding_mask
+from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
+from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.training.data.blocks import block_mask, previous_tokens
+
+from ..conftest import prompt, tiny_config, tiny_target
+from ..helpers.deepseek_checkpoints import (
+    NOT_QUANTIZED,
+    dspark_fields,
+    dspark_shapes,
+    mtp_shapes,
+    quantized,
+    random_tensors,
+    write,
+    write_shards,
+)
+from ..helpers.loops import in_transformers_loop, proposed_by
+from ..helpers.oracle_deepseek_v4 import NaiveBlock
+from ..helpers.oracle_dspark import NaiveDSpark
+
+WINDOW, BLOCK = 8, 5
+# The clamps of the experts' activations must matter.
+FIELDS = dict(swiglu_limit=0.8, hc_sinkhorn_iters=5, n_routed_experts=6, sliding_window=WINDOW)
+DRAWN = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)])
+
+
+class NaiveMTP(NaiveBlock):
+    """DeepSeek-V4's MTP block for one entry at a time."""
+
+    def __init__(self, tensors, config, embed, head):
+        super().__init__(tensors, "mtp.0.", config)
+        self.embed, self.head = embed.double(), head.double()
+
+    def logits(self, residual, next_ids, positions, drafts):
+        """Logits of the first draft and after each of `drafts`; `residual` is `[seq, hc_mult, hidden]`."""
+        keys, logits = [], []
+        for state, token, position in zip(residual.double(), next_ids, positions):
+            out = self.entry(state, token, int(position), keys)
+        logits.append(self.read(out))
+        for step, token in enumerate(drafts, start=1):
+            out = self.entry(out, token, int(positions[-1]) + step, keys)
+            logits.append(self.read(out))
+        return torch.stack(logits)
+
+    def entry(self, state, token, position, keys):
+        e = self.w["e_proj.weight"] @ self.norm(self.embed[token], "enorm.weight")
+        x = torch.stack([e + self.w["h_proj.weight"] @ self.norm(path, "hnorm.weight") for path in state])
+        read, put = self.mix(x, "hc_attn")
+        read = self.norm(read, "attn_norm.weight")
+        keys.append(self.key(read, position))
+        x = put(self.attention(read, position, keys[-self.config.sliding_window :]))
+        read, put = self.mix(x, "hc_ffn")
+        return put(self.experts(self.norm(read, "ffn_norm.weight")))
+
+    def read(self, x):
+        return self.head @ self.norm(self.collapse(x), "norm.weight")
+
+
+class Kind(NamedTuple):
+    drafter: Any
+    shapes: Any
+    naive: Any
+    streams: int
+    most: int  # drafts that are asked for
+    fields: dict
+
+
+KINDS = {
+    "mtp": Kind(DeepseekV4MTPDrafter, mtp_shapes, NaiveMTP, 4, 6, {}),
+    "dspark": Kind(DeepseekV4DSparkDrafter, dspark_shapes, NaiveDSpark, 12, BLOCK, dspark_fields()),
+}
+
+
+class Pair:
+    """A target, the drafter that a checkpoint of it has, and the oracle of the same tensors."""
+
+    def __init__(self, kind: Kind, folder, blocks: int | None = None, shape: Any = None, **fields) -> None:
+        self.kind, fields = kind, {**FIELDS, **(shape or {}), **fields}
+        self.config = tiny_config(**{**fields, **kind.fields})
+        self.tensors = random_tensors(kind.shapes(self.config, *([] if blocks is None else [blocks])))
+        self.target = tiny_target(**fields)
+        self.drafter = kind.drafter.from_target(write(folder, self.config, self.tensors), dtype=torch.float32)
+        self.naive = naive_of(kind, self.tensors, self.config, self.target)
+
+    def entries(self, length, seed=0, first=0):
+        """Residual, positions and ids `[1, length + 1]` of an accepted sequence; the last is the anchor."""
+        generator = torch.Generator().manual_seed(seed)
+        residual = torch.randn(1, length, self.drafter_streams, 32, generator=generator)
+        return residual, torch.arange(first, first + length + 1)[None], prompt(length + 1, seed)
+
+    @property
+    def drafter_streams(self):
+        return getattr(self.drafter.config, "num_streams", self.drafter.config.hc_mult)
+
+    def extend(self, context, sequence, start, stop):
+        extend(self.drafter, self.target, context, sequence, start, stop)
+
+    def drafted(self, context, sequence, stop, count=None, processors=None):
+        return drafted(self.drafter, self.target, context, sequence, stop, count or self.kind.most, processors)
+
+    def from_scratch(self, sequence, stop, **options):
+        context = self.drafter.new_context()
+        self.extend(context, sequence, 0, stop)
+        return self.drafted(context, sequence, stop, **options)
+
+    def assert_deepseeks(self, tree, logits, sequence, stop):
+        tokens = tree.tokens.tolist()
+        expected, confidence = said_by(self.naive, sequence, stop, tokens)
+        torch.testing.assert_close(logits.double(), expected, atol=2e-5, rtol=1e-4)
+        assert expected[expected.isfinite()].std() > 0.1 and tree.is_chain  # not blind
+        if tree.q is None:
+            assert tokens == expected.argmax(-1).tolist()
+        if confidence is None:
+            assert tree.confidence is None
+        else:
+            torch.testing.assert_close(tree.confidence.double(), torch.sigmoid(confidence), atol=1e-5, rtol=1e-4)
+
+
+def naive_of(kind, tensors, config, target):
+    embed, head = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
+    return kind.naive(tensors, config, embed, head)
+
+
+def said_by(naive, sequence, stop, tokens):
+    """An oracle's logits of each draft where these are drafted, and confidences, if it has any."""
+    residual, positions, ids = sequence
+    if isinstance(naive, NaiveMTP):
+        return naive.logits(residual[0, :stop], ids[0, 1 : stop + 1], positions[0, :stop], tokens[:-1]), None
+    following = iter(tokens)
+    known = residual[0, :stop], positions[0, : stop + 1], int(ids[0, stop])
+    _, expected, confidence = naive.draft(*known, len(tokens), lambda scores: torch.tensor(next(following)))
+    return expected, confidence
+
+
+def extend(drafter, target, context, sequence, start, stop):
+    residual, positions, ids = sequence
+    span = slice(start, stop)
+    drafter.extend(target_of(target), context, residual[:, span], positions[:, span], ids[:, start + 1 : stop + 1])
+
+
+def drafted(drafter, target, context, sequence, stop, count, processors=None):
+    """A tree and the logits `[count, vocab_size]` it was drawn from, after the sequence's first `stop + 1` tokens."""
+    logits = []
+
+    class Listening(DraftSampler):
+        def scored(self, prefixes, step):
+            logits.append(step[0].float())
+            return super().scored(prefixes, step)
+
+    _, positions, ids = sequence
+    sampler = Listening(processors or LogitsProcessorList(), processors is not None)
+    tree = drafter.propose(target_of(target), context, ids[:, : stop + 1], positions[:, : stop + 1], count, sampler)
+    return tree, torch.stack(logits)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def pair(kind, tmp_path):
+    return Pair(kind, tmp_path)
+
+
+@pytest.mark.parametrize("length, first", [(1, 0), (7, 0), (8, 0), (9, 11), (30, 500)])
+def test_drafts_are_deepseeks(pair, length, first):
+    """Greedily, and drawn: a bias is added before the request's temperature, and `q` is what is drawn from."""
+    sequence = pair.entries(length, seed=length, first=first)
+    tree, logits = pair.from_scratch(sequence, length)
+    assert tree.q is None and len(tree) == pair.kind.most and len(set(tree.tokens.tolist())) > 1
+    pair.assert_deepseeks(tree, logits, sequence, length)
+    fewer, _ = pair.from_scratch(sequence, length, count=2)
+    assert fewer.tokens.tolist() == tree.tokens[:2].tolist()
+    drawn, logits = pair.from_scratch(sequence, length, processors=DRAWN)
+    pair.assert_deepseeks(drawn, logits, sequence, length)
+    for q, scores in zip(drawn.q, logits, strict=True):
+        torch.testing.assert_close(q, DRAWN(None, scores[None]).softmax(-1)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "shape", "blocks"),
+    [
+        ("dspark", dspark_fields(target_layer_ids=[1]), {}, 1),
+        ("dspark", dspark_fields(block_size=2, target_layer_ids=[0, 2]), dict(hc_mult=2), 2),
+        ("dspark", dspark_fields(block_size=7, markov_rank=1), dict(o_groups=1, routed_scaling_factor=2.5), 4),
+        ("mtp", {}, dict(sliding_window=1), None),
+    ],
+    ids=["one block", "two streams", "four blocks", "a window of one"],
+)
+def test_drafters_of_other_sizes(tmp_path, name, fields, shape, blocks):
+    """The number of blocks is that of the checkpoint, whatever its config says of MTP layers."""
+    kind = KINDS[name]._replace(fields=fields, most=fields.get("dspark_block_size", 3))
+    pair = Pair(kind, tmp_path, blocks, shape)
+    if name == "dspark":
+        layers = len(pair.config.dspark_target_layer_ids)
+        assert pair.drafter.num_draft_tokens == pair.drafter.max_draft_tokens == kind.most
+        assert len(pair.drafter.layers) == blocks and pair.drafter_streams == layers * pair.config.hc_mult
+    sequence = pair.entries(12)
+    pair.assert_deepseeks(*pair.from_scratch(sequence, 12), sequence, 12)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from(sorted(KINDS)), st.lists(st.integers(0, 13), min_size=1, max_size=6), st.sampled_from([0, 300]))
+def test_round_by_round_drafts_are_deepseeks(tmp_path_factory, name, accepted, first):
+    """However many tokens a round accepts, at once or one by one, within the window and beyond."""
+    pair, accepted = Pair(KINDS[name], tmp_path_factory.mktemp("pair")), [1, *accepted]
+    sequence = pair.entries(sum(accepted), first=first)
+    context, done = pair.drafter.new_context(), 0
+    for count in accepted:
+        pair.extend(context, sequence, done, done + count)
+        done += count
+        tree, logits = pair.drafted(context, sequence, done)
+        pair.assert_deepseeks(tree, logits, sequence, done)
+    assert len(context) == min(done, WINDOW - (name == "mtp"))
+
+
+def test_a_long_context_keeps_only_the_window(tmp_path):
+    pair = Pair(KINDS["mtp"], tmp_path)
+    context = pair.drafter.new_context()
+    pair.extend(context, pair.entries(200), 0, 200)
+    assert context.keys.shape == (1, 1, WINDOW - 1, 16) and context.streams.shape == (1, 1, 4, 32)
+    assert context.keys.untyped_storage().nbytes() <= 2 * WINDOW * 16 * 4
+    assert context.streams.untyped_storage().nbytes() == context.streams.nbytes
+
+
+# As in training
+
+
+def test_mtps_rows_are_deepseeks(tmp_path):
+    pair = Pair(KINDS["mtp"], tmp_path)
+    sequence = residual, positions, ids = pair.entries(20)
+    embeds, head = pair.target.get_input_embeddings()(ids[:, 1:]), pair.target.get_output_embeddings()
+    logits = head(pair.drafter.collapse(pair.drafter(residual, embeds)))
+    for stop in (1, 7, 9, 20):
+        expected, _ = said_by(pair.naive, sequence, stop, [0])
+        torch.testing.assert_close(logits[:, stop - 1].double(), expected, atol=2e-5, rtol=1e-4)
+    again = pair.drafter(residual, embeds, positions[:, :-1], attention_mask=sliding_mask(20, 0, WINDOW, residual))
+    assert torch.equal(head(pair.drafter.collapse(again)), logits)
+    logits.square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in pair.drafter.parameters())
+
+
+def test_dsparks_blocks_are_deepseeks(tmp_path):
+    """Several blocks at once, each over its own window, and every parameter learns from them, with checkpoints of
+    activations as without."""
+    pair = Pair(KINDS["dspark"], tmp_path)
+    drafter, embed = pair.drafter.train(), pair.target.get_input_embeddings()
+    residual, positions, ids = pair.entries(24)
+    anchors = torch.tensor([[1, 9, 23, -1]])
+    first = anchors.clamp(min=0)
+    blocks = torch.full((1, 4, BLOCK), pair.config.dspark_noise_token_id)
+    blocks[:, :, 0] = ids[:, :-1].gather(1, first)
+    previous = previous_tokens(ids, anchors, BLOCK)
+    inputs = dict(
+        block_embeds=embed(blocks.flatten(1)).detach(),
+        position_ids=(first.unsqueeze(-1) + torch.arange(BLOCK)).flatten(1),
+        attention_mask=block_mask(anchors, positions[:, :-1], BLOCK, AttentionSpan(WINDOW)),
+        residual=residual,
+        residual_position_ids=positions[:, :-1],
+        previous_ids=previous,
+        previous_embeds=embed(previous).detach(),
+    )
+    gradients = []
+    for checkpointing in (False, True):
+        drafter.zero_grad()
+        if checkpointing:
+            drafter.gradient_checkpointing_enable()
+        out = drafter(**inputs)
+        logits = pair.target.get_output_embeddings()(out.states) + out.vectors @ drafter.head_table.T
+        for block, anchor in enumerate([1, 9, 23]):
+            states = pair.naive.states(residual[0, :anchor], positions[0, : anchor + 1], int(ids[0, anchor]))
+            for k in range(BLOCK):
+                scores, confidence = pair.naive.scores(states[k], int(previous[0, block, k]))
+                torch.testing.assert_close(logits[0, block, k].double(), scores, atol=2e-5, rtol=1e-4)
+                torch.testing.assert_close(out.confidence[0, block, k].double(), confidence, atol=2e-5, rtol=1e-4)
+        (logits[:, :3].square().mean() + out.confidence.square().mean()).backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in drafter.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0 and torch.equal(gradient, gradients[1][name]), name
+
+
+# Loading
+
+
+@pytest.mark.parametrize(
+    "block, scale_name, scale_dtype, fp4_experts",
+    [
+        (None, "scale", torch.float8_e8m0fnu, True),
+        ((5, 7), "scale", torch.float8_e8m0fnu, False),
+        ((16, 24), "weight_scale_inv", torch.float32, False),
+        ((128, 128), "scale", torch.uint8, True),
+    ],
+)
+def test_quantized_shards_are_dequantized(tmp_path, kind, block, scale_name, scale_dtype, fp4_experts):
+    config = tiny_config(**{**FIELDS, **kind.fields}, moe_intermediate_size=64)
+    if fp4_experts:
+        config.expert_dtype = "fp4"
+    if block is not None:
+        config.quantization_config = {"quant_method": "fp8", "weight_block_size": list(block)}
+    tensors = random_tensors(kind.shapes(config))
+    stored, values = quantized(tensors, block or (128, 128), scale_name, scale_dtype, fp4_experts)
+    # V4-Flash-Base repeats what is shared.
+    copies = {"mtp.0.emb.tok_emb.weight": torch.zeros(64, 32), "mtp.0.head.weight": torch.zeros(64, 32)}
+    drafter = kind.drafter.from_target(write_shards(tmp_path, config, stored | copies), dtype=torch.float32)
+    assert_has(drafter, values)
+    assert not {"quantization_config", "expert_dtype"} & drafter.config.to_dict().keys()
+
+
+def assert_has(drafter, tensors):
+    """Under DeepSeek's names."""
+    state = drafter.deepseek_state_dict()
+    assert state.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert state[name].dtype == value.dtype and torch.equal(state[name], value), name
+
+
+FLOAT32 = ("hc_", "norm", "attn_sink", "gate.bias")
+
+
+def test_bfloat16_keeps_what_v4_keeps_in_float32(tmp_path, kind):
+    config, target = tiny_config(**{**FIELDS, **kind.fields}), tiny_target(**FIELDS)
+    tensors = random_tensors(kind.shapes(config))
+    stored = {
+        name: tensor if any(part in name for part in FLOAT32) else tensor.to(torch.bfloat16)
+        for name, tensor in tensors.items()
+    }
+    config.dtype = torch.bfloat16
+    drafter = kind.drafter.from_target(write(tmp_path, config, stored))
+    assert drafter.dtype == drafter.config.dtype == torch.bfloat16 and not drafter.training
+    assert_has(drafter, stored)
+    if Version(transformers.__version__) < Version("5.18"):
+        return  # cannot run a bfloat16 V4
+    residual = torch.randn(1, 12, kind.streams, 32, generator=torch.Generator().manual_seed(0))
+    sequence, context = (residual, torch.arange(13)[None], prompt(13)), drafter.new_context()
+    extend(drafter, target, context, sequence, 0, 12)
+    tree, logits = drafted(drafter, target, context, sequence, 12, 3)
+    expected, confidence = said_by(naive_of(kind, tensors, config, target), sequence, 12, tree.tokens.tolist())
+    seen = expected.isfinite()
+    both = logits.double().where(seen, 0.0), expected.where(seen, 0.0)
+    assert torch.nn.functional.cosine_similarity(*both).min() > 0.98
+    assert confidence is None or (tree.confidence - torch.sigmoid(confidence)).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", None])
+def test_numbers_are_the_checkpoints_where_nobody_says(tmp_path, dtype):
+    kind, config = KINDS["dspark"], tiny_config(**{**FIELDS, **dspark_fields()}, dtype=dtype)
+    config.dtype = dtype
+    drafter = kind.drafter.from_target(write(tmp_path, config, random_tensors(kind.shapes(config))))
+    assert drafter.dtype == getattr(torch, dtype or "bfloat16")
+
+
+def test_from_a_loaded_target(pair, tmp_path):
+    loaded = pair.target
+    loaded.config = type(loaded.config).from_pretrained(tmp_path)
+    loaded.config._name_or_path = str(tmp_path)
+    loaded.set_experts_implementation("batched_mm")  # may be one for quantized experts only, which ours are not
+    before = loaded.config.to_dict()
+    again = pair.kind.drafter.from_target(loaded, num_draft_tokens=3)
+    assert again.config._experts_implementation != "batched_mm" == loaded.config._experts_implementation
+    assert loaded.config.to_dict() == before and again.num_draft_tokens == 3
+    assert again.dtype == torch.float32 and again.device == loaded.device
+    assert_has(again, pair.drafter.deepseek_state_dict())
+    assert set(again.config.layer_types) == {"sliding_attention"} and set(again.config.mlp_layer_types) == {"moe"}
+    assert again.target_layer_ids == ([-1] if pair.kind.drafter is DeepseekV4MTPDrafter else [0, 1, -1])
+    if pair.kind.drafter is DeepseekV4DSparkDrafter:
+        assert again.config.target_name_or_path == str(tmp_path)
+    assert pair.kind.drafter.from_target(loaded, dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_its_tensors_are_those_of_v4_flash_0731():
+    """By their published number and by the shapes that several readers of the checkpoint found."""
+    fields = dspark_fields(noise_token_id=128799, markov_rank=256, target_layer_ids=[40, 41, 42])
+    config = DeepseekV4DSparkConfig.from_target_config(DeepseekV4Config(**fields))
+    drafter = DeepseekV4DSparkDrafter._empty(config, torch.bfloat16, "meta")
+    tensors, count = drafter.deepseek_state_dict(), [0, 0, 0]
+    for name, tensor in tensors.items():
+        has_scale = tensor.ndim == 2 and not any(part in name for part in NOT_QUANTIZED)
+        count[int(name.split(".")[1])] += 1 + has_scale
+    assert count == [1568, 1565, 1572]
+    shapes = {
+        "mtp.0.main_proj.weight": [4096, 12288],
+        "mtp.2.confidence_head.proj.weight": [1, 4352],
+        "mtp.2.markov_head.markov_w2.weight": [129280, 256],
+        "mtp.1.attn.wkv.weight": [512, 4096],
+        "mtp.2.hc_head_fn": [4, 16384],
+    }
+    assert {name: list(tensors[name].shape) for name in shapes} == shapes
+    assert config.target_layer_ids == [40, 41, -1] and config.sliding_window == 128
+
+
+# Use with a target
+
+
+@pytest.mark.parametrize("length", [3, 26])
+def test_generate_is_lossless_and_reads_the_targets_layers(pair, length):
+    """In our loop and transformers' own: every draft is what DeepSeek's drafter makes of stock hidden states."""
+    target, drafter = pair.target, pair.drafter
+    ids, options = prompt(length), dict(do_sample=False, max_new_tokens=14)
+    expected = target.generate(ids, **options)
+    read = range(3) if pair.kind.streams == 12 else [2]
+    with torch.no_grad():
+        seen = stock_residuals(target, expected)
+    residual = torch.cat([seen[layer] for layer in read], dim=2)
+    drafter.bind(target)
+    out, trees = proposed_by(drafter, target, ids, **options)
+    assert torch.equal(out, expected) and torch.equal(in_transformers_loop(target, drafter, ids, **options), expected)
+    sequence, at = (residual, torch.arange(length + 15)[None], expected), length
+    for tree in trees:
+        logits, _ = said_by(pair.naive, sequence, at, tree)
+        assert tree == logits.argmax(-1).tolist()
+        following = expected[0, at + 1 : at + 1 + len(tree)].tolist()
+        accepted = next((k for k, (a, b) in enumerate(zip(tree, following)) if a != b), len(following))
+        at += 1 + accepted
+
+
+def stock_residuals(target, ids):
+    """The streams after each layer, by hooks of our own."""
+    found = []
+    handles = [layer.register_forward_hook(lambda m, a, out: found.append(out)) for layer in target.model.layers]
+    target(ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return found

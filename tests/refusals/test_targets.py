@@ -15,8 +15,6 @@ from transformers import (
     DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
-    Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
@@ -38,13 +36,13 @@ from hf_hyperdflash.training.losses.objective import BlockObjective
 
 from ..conftest import prompt, tiny_config, tiny_drafter, tiny_target
 from ..helpers.families import (
-    COMMON,
     FULL,
     LINEAR,
     REWINDABLE_QWEN4,
     gemma3n,
     gemma4_e,
     glm5_next,
+    made,
     qwen3,
     qwen3_next,
     qwen4_exp,
@@ -79,7 +77,7 @@ def masked_with(token: int):
 def of_type(model_type: str, fields: dict) -> PreTrainedModel:
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
-    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**{**COMMON, **fields}))
+    return made(model_type, **fields)
 
 
 def configured(family, **fields) -> PreTrainedModel:
@@ -193,7 +191,7 @@ def with_virtual_tokens(kind: type, where: str, folder: Path) -> None:
 
 def over_its_restart(length: int, new: int, folder: Path) -> None:
     small = dict(intermediate_size=48, num_hidden_layers=2, num_key_value_heads=2, original_max_position_embeddings=24)
-    target = bind(Phi3ForCausalLM(Phi3Config(**COMMON, **small)).eval())
+    target = bind(made("phi3", **small).eval())
     target.generate(prompt(length), assistant_model=PromptLookupDrafter(target), do_sample=False, max_new_tokens=new)
 
 

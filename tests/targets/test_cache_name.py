@@ -13,6 +13,7 @@ from hf_hyperdflash import PromptLookupDrafter, bind, unbind
 from hf_hyperdflash.targets.caches.name import CACHE, cache_argument, cache_of, renamed_cache
 
 from ..conftest import prompt, tiny_drafter, tiny_target
+from ..helpers.families import COMMON, DENSE
 from ..helpers.processes import python
 
 NAMES = ("cache", "past_key_values")
@@ -20,11 +21,7 @@ NAMES = ("cache", "past_key_values")
 
 def tiny_llama(kind: type = LlamaForCausalLM):
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return kind(config).eval()
+    return kind(LlamaConfig(**COMMON, **DENSE)).eval()
 
 
 class OldNameInForward(LlamaForCausalLM):
@@ -68,7 +65,7 @@ def test_it_is_called_what_transformers_calls_it():
 @pytest.mark.parametrize("kind", [OldName, NewName, OldNameInForward, NewNameInForward])
 def test_a_bound_model_gets_its_cache_by_its_own_name(kind, assisted):
     """Without it such a model makes a new cache in each step: its text would go on from the last token alone."""
-    target, ids = tiny_llama(kind), prompt(9, 1).clamp(max=63)
+    target, ids = tiny_llama(kind), prompt(9, 1)
     options = dict(max_new_tokens=12, do_sample=False)
     expected = tiny_llama().generate(ids, **options)
     bind(target)
@@ -105,7 +102,7 @@ def test_transformers_has_nothing_to_warn_of(caplog):
         with warnings.catch_warnings(), caplog.at_level("WARNING"):
             warnings.simplefilter("error", FutureWarning)
             for model, drafter in ((target, tiny_drafter(target)), (llama, PromptLookupDrafter(llama))):
-                ids, options = prompt(9).clamp(max=63), dict(do_sample=False, max_new_tokens=8)
+                ids, options = prompt(9), dict(do_sample=False, max_new_tokens=8)
                 out = model.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **options)
                 model.generate(out.sequences, assistant_model=drafter, **{CACHE: cache_of(out)}, **options)
                 model.generate(ids.expand(2, -1), assistant_model=drafter, **options)

@@ -76,22 +76,6 @@ def test_nothing_compiles_again(compiled):
         assert counters["stats"]["unique_graphs"] == graphs
 
 
-def test_disable_compile_is_honoured(compiled):
-    target, stock = compiled
-    options = dict(GREEDY, output_logits=True, return_dict_in_generate=True)
-    expected = stock.generate(prompt(9), **options).logits
-    for asked in (dict(disable_compile=True), dict(disable_compile=False)):
-        found = target.generate(prompt(9), **options, **asked).logits
-        assert all(map(torch.equal, found, expected)) == asked["disable_compile"]
-    target.generation_config.disable_compile = True
-    try:
-        found = target.generate(prompt(9), **options).logits
-        assert all(map(torch.equal, found, expected))
-    finally:
-        target.generation_config.disable_compile = None
-    assert not target.hyperdflash_binding.fusion.paused
-
-
 def test_gradients_are_the_modules_own(compiled):
     target, stock = compiled
     ids, gradients = prompt(12), []
@@ -116,12 +100,13 @@ def test_copies_pickles_and_checkpoints(compiled, tmp_path):
     assert torch.equal(logits_of(loaded, ids), logits_of(stock, ids)) and not replaced(loaded)
 
 
-def test_two_threads_on_one_target(compiled):
-    """One with its modules' own forwards, one with compiled ones."""
+def test_disable_compile_is_honoured_thread_by_thread(compiled):
+    """One thread with its modules' own forwards, and one with compiled ones."""
     target, stock = compiled
     options = dict(GREEDY, output_logits=True, return_dict_in_generate=True)
     ids, found = prompt(9), {}
     expected = {True: stock.generate(ids, **options).logits, False: target.generate(ids, **options).logits}
+    assert not all(map(torch.equal, *expected.values()))
 
     def write(is_disabled):
         written = [target.generate(ids, **options, disable_compile=is_disabled).logits for _ in range(3)]
@@ -133,6 +118,12 @@ def test_two_threads_on_one_target(compiled):
     for thread in threads:
         thread.join(120)
     assert found == {True: True, False: True}
+    target.generation_config.disable_compile = True
+    try:
+        assert all(map(torch.equal, target.generate(ids, **options).logits, expected[True]))
+    finally:
+        target.generation_config.disable_compile = None
+    assert not target.hyperdflash_binding.fusion.paused
 
 
 def test_modules_that_a_user_compiles_share_a_graph():

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import PreTrainedModel
 
 from hf_hyperdflash import PromptLookupDrafter
 from hf_hyperdflash.targets.rope_switch import RopeSwitch, rope_switch_of
 
 from ..conftest import half_right_about, prompt
-from ..helpers.families import COMMON
+from ..helpers.families import made
 from ..helpers.loops import in_transformers_loop
 
 SMALL = dict(intermediate_size=48, num_hidden_layers=2, num_key_value_heads=2)
@@ -25,10 +25,10 @@ ROPES = {
 }
 
 
-def llama(rope: str) -> LlamaForCausalLM:
+def llama(rope: str) -> PreTrainedModel:
     """Made anew for every text: "dynamic" frequencies remember the longest."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**COMMON, **SMALL, **ROPES[rope]})).eval()
+    return made("llama", **SMALL, **ROPES[rope]).eval()
 
 
 def drafter_for(target, kind, text):
@@ -73,7 +73,7 @@ def test_rows_of_a_batch_do_not_turn_each_other(rope):
 @pytest.mark.parametrize("length", [10, 25])
 def test_a_target_that_starts_its_cache_anew_writes_its_own_text_up_to_there_and_beyond(length):
     torch.manual_seed(0)
-    target = Phi3ForCausalLM(Phi3Config(**COMMON, **SMALL, original_max_position_embeddings=24)).eval()
+    target = made("phi3", **SMALL, original_max_position_embeddings=24).eval()
     drafter, options = drafter_for(target, "lookup", None), dict(do_sample=False, max_new_tokens=14)
     expected = target.generate(prompt(length), **options)
     assert torch.equal(target.generate(prompt(length), assistant_model=drafter, **options), expected)

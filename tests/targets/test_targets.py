@@ -32,6 +32,7 @@ from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.targets.target import computable
 
 from ..conftest import half_right, half_right_about, mostly_nightly, prompt, tiny_drafter, tiny_target
+from ..helpers.deepseek_checkpoints import quantized
 from ..helpers.families import (
     COMMON,
     deepseek_v4,
@@ -43,7 +44,6 @@ from ..helpers.families import (
 )
 from ..helpers.headed_drafters import headed
 from ..helpers.processes import python
-from ..helpers.quantization import quantize_fp4, quantize_fp8
 from ..helpers.tree_drafters import RandomTrees
 
 
@@ -343,12 +343,11 @@ def test_where_some_layers_give_no_state_for_each_token_others_are_read(family, 
         drafter.unbind(target)
 
 
-# Native V4 in all its loadings
-
-
-def test_compiled_layers_pass_their_residual():
+# Takes seconds: dynamo traces each layer.
+def test_compiled_layers_pass_their_residual_and_write_the_same_text():
     """Hooks that come after compilation run, and find what belongs to this capture."""
     target, ids = qwen3().eval(), prompt(9)
+    text = greedy(target, ids)
     with torch.no_grad(), capture_residual(target, [0, -1]) as expected:
         target(ids)
         target(ids[:, :5])
@@ -362,6 +361,9 @@ def test_compiled_layers_pass_their_residual():
                 target(ids[:, :5])
             for one, other in zip(captured, expected, strict=True):
                 torch.testing.assert_close(one, other)
+    drafter = tiny_drafter(target)
+    drafter.bind(target)
+    assert torch.equal(greedy(target, ids, assistant_model=drafter), text)
 
 
 @pytest.mark.skipif(
@@ -391,16 +393,6 @@ def test_a_graph_that_may_not_break_says_what_to_do():
     target.forward = torch.compile(own, backend="eager", fullgraph=False)
     assert torch.equal(greedy(target, prompt(5), assistant_model=drafter), expected)
     torch._dynamo.reset()  # what was tried in vain is tried no more
-
-
-def test_a_target_with_compiled_parts_writes_the_same_text(target, drafter):
-    ids = prompt(9)
-    expected = greedy(target, ids)
-    for layer in target.model.layers:
-        layer.mlp.compile(backend="eager", dynamic=True)
-    drafter.bind(target)
-    for _ in range(2):
-        assert torch.equal(greedy(target, ids, assistant_model=drafter), expected)
 
 
 def test_an_offloaded_target_writes_the_same_text(tmp_path):
@@ -462,14 +454,10 @@ def test_a_quantized_checkpoint_is_drafted_for(tmp_path, fp4_experts):
     loading."""
     source = tiny_target(hidden_size=64, moe_intermediate_size=64)
     source.save_pretrained(tmp_path)
-    tensors, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(1)
-    values = {}
-    for name in [name for name in tensors if QUANTIZED.search(name)]:
-        if fp4_experts and ".experts." in name:
-            tensors[name], scale, values[name] = quantize_fp4(tensors[name].shape, generator)
-        else:
-            tensors[name], scale, values[name] = quantize_fp8(tensors[name].shape, (128, 128), generator)
-        tensors[name.removesuffix("weight") + "scale"] = scale.to(torch.float8_e8m0fnu)
+    tensors = load_file(tmp_path / "model.safetensors")
+    weights = {name: tensor for name, tensor in tensors.items() if QUANTIZED.search(name)}
+    stored, values = quantized(weights, (128, 128), "scale", torch.float8_e8m0fnu, fp4_experts)
+    tensors |= stored
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}

@@ -53,12 +53,15 @@ def feed(target, cache, ids):
     return target(ids, **{CACHE: cache}, use_cache=True).logits
 
 
+def linear_layers(cache):
+    return [layer for layer in cache.layers if isinstance(layer, RewindableLinearLayer)]
+
+
 def states(cache):
     held = []
-    for layer in cache.layers:
-        if isinstance(layer, RewindableLinearLayer):
-            held += [*layer.conv_states.values(), *layer.recurrent_states.values()]
-            held += [getattr(layer, "keys", None), getattr(layer, "values", None)]
+    for layer in linear_layers(cache):
+        held += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+        held += [getattr(layer, "keys", None), getattr(layer, "values", None)]
     return [state for state in held if state is not None]
 
 
@@ -90,14 +93,19 @@ def test_any_rounds_leave_what_a_cache_has_that_never_saw_what_was_taken_back(li
             feed(linear, cache, block)
             if cropped is not None:
                 cache.crop(-cropped)
+                assert not any(layer.undoable_tokens for layer in linear_layers(cache))  # a crop ends a round
             if fed > removed:
                 feed(linear, never, ids[:, length : length + fed - removed])
             length += fed - removed
             assert cache.get_seq_length() == length
     if length:
         assert_same(cache, never)
-    more = [feed(linear, each, ids[:, length : length + 9]) for each in (cache, never)]
-    torch.testing.assert_close(*more, atol=1e-4, rtol=1e-4)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    more = ids[:, length : length + 9]
+    logits = feed(linear, cache, more.expand(3 if length else 1, -1))
+    torch.testing.assert_close(logits, feed(linear, never, more).expand_as(logits), atol=1e-4, rtol=1e-4)
+    cache.batch_select_indices(torch.tensor([0]))
     assert_same(cache, never)
 
 
@@ -105,7 +113,7 @@ def test_what_cannot_be_undone_is_refused_and_nothing_changes(linear):
     ids, cache = prompt(30), fresh(linear)
     with record_calls(linear):
         feed(linear, cache, ids[:, :10])
-        layer = next(layer for layer in cache.layers if isinstance(layer, RewindableLinearLayer))
+        layer = linear_layers(cache)[0]
         before = copy.deepcopy(states(cache))
         for count, error in ((1, ValueError), (-1, RuntimeError)):  # the prompt came before recording
             with pytest.raises(error):
@@ -132,7 +140,7 @@ def test_a_reset_layer_starts_anew(linear):
         cache.activate_past_recording()
         feed(linear, cache, ids[:, :3])
         cache.reset()
-    layer = next(layer for layer in cache.layers if isinstance(layer, RewindableLinearLayer))
+    layer = linear_layers(cache)[0]
     assert layer.undoable_tokens == 0 and not any(layer.has_previous_state.values())
     assert not any(state.any() for state in states(cache))
 

@@ -3,10 +3,13 @@
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from hf_hyperdflash import PromptLookupDrafter, bind, load_target, unbind
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
+from hf_hyperdflash.targets.caches.tree_state import best_visible
 from hf_hyperdflash.targets.deepseek_v4 import one_token_entries
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_drafter, tiny_target
@@ -34,6 +37,28 @@ def test_every_position_chooses_as_if_it_were_the_last(rate, end, seq):
         assert torch.equal(
             one_token_entries(scores, torch.tensor([positions]), rate, top_k), naive(scores, positions, rate, top_k)
         )
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.integers(0, 40) | st.integers(600, 800),  # of many, torch looks for few in another way
+    st.integers(0, 6),
+    st.integers(1, 8),
+    st.integers(1, 12),
+    st.integers(0, 10**6),
+)
+def test_a_node_of_a_tree_chooses_among_what_it_sees_as_if_there_were_no_more(before, own, rows, top_k, seed):
+    torch.manual_seed(seed)
+    scores = torch.randint(0, 9, (1, rows, before + own)).relu().float()  # many alike, as an indexer's zeros are
+    seen = torch.rand(rows, own) < 0.5
+    top_k = min(top_k, before + own)
+    found = best_visible(scores, seen, top_k)
+    assert found.shape == (1, rows, top_k)
+    for row in range(rows):
+        there = [*range(before), *(before + i for i in range(own) if seen[row, i])]
+        count = min(top_k, len(there))
+        chosen = scores[0, row, there].topk(count).indices.tolist()
+        assert found[0, row].tolist() == [there[i] for i in chosen] + [-1] * (top_k - count)
 
 
 @pytest.mark.parametrize("seed", range(2))

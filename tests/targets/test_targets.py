@@ -143,14 +143,6 @@ def test_nothing_stays_behind_after_an_interruption(target, drafter, error):
     assert hooks_of(target) == hooks and target.config.to_dict() == config
 
 
-def drafters_for(target, ids):
-    """All kinds in turn, each partly right."""
-    kinds = [tiny_drafter(target), half_right(target, ids, max_new_tokens=9), PromptLookupDrafter(target, 4)]
-    if target.config.model_type == "deepseek_v4":
-        kinds.append(DeepseekV4MTPDrafter(target.config).eval())
-    return kinds
-
-
 # Takes seconds: eight threads share two cores.
 @pytest.mark.parametrize("family", mostly_nightly([deepseek_v4, qwen3_next]), ids=lambda family: family.__name__)
 def test_many_threads_on_one_target(family):
@@ -159,14 +151,15 @@ def test_many_threads_on_one_target(family):
     target = family().eval()
     prompts = [torch.cat([prompt(6, seed)] * 2, dim=1) for seed in range(8)]
     expected = [greedy(target, ids)[:, :16] for ids in prompts]
-    drafters = drafters_for(target, prompts[0])
+    drafters = [tiny_drafter(target), half_right(target, prompts[0], max_new_tokens=9), PromptLookupDrafter(target, 4)]
+    drafters += [DeepseekV4MTPDrafter(target.config).eval()] if family is deepseek_v4 else []
     errors = []
 
     def work(index):
         for turn in range(12):
             drafter = drafters[(index + turn) % len(drafters)]
             try:
-                drafter.bind(target) if hasattr(drafter, "bind") else bind(target)
+                drafter.bind(target)
                 out = target.generate(prompts[index], do_sample=False, max_new_tokens=4, assistant_model=drafter)
                 assert torch.equal(out, expected[index])
             except BaseException as error:

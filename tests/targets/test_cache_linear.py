@@ -145,14 +145,18 @@ def test_a_reset_layer_starts_anew(linear):
     assert not any(state.any() for state in states(cache))
 
 
-def test_other_layers_stay_and_stock_state_is_taken_over(linear):
-    stock = DynamicCache(config=linear.config)
-    feed(linear, stock, prompt(9))
+@pytest.mark.parametrize("length", [2, 9])
+@pytest.mark.parametrize("recording", [False, True])
+def test_other_layers_stay_and_stock_state_is_taken_over(linear, recording, length):
+    stock, never, ids = DynamicCache(config=linear.config), fresh(linear), prompt(20)
+    if recording:
+        stock.activate_past_recording()
+    for each in (stock, never):
+        feed(linear, each, ids[:, :length])
     kinds = [type(layer) for layer in stock.layers]
-    held = states(make_linear_rewindable(copy.deepcopy(stock)))
     cache = make_linear_rewindable(stock)
-    again = make_linear_rewindable(cache)
-    assert again is cache and cache.is_croppable
+    assert make_linear_rewindable(cache) is cache and cache.is_croppable
     assert all(isinstance(layer, kind) for layer, kind in zip(cache.layers, kinds, strict=True))
-    for one, two in zip(states(cache), held, strict=True):
-        assert torch.equal(one, two)
+    assert_same(cache, never)
+    more = [feed(linear, each, ids[:, length:]) for each in (cache, never)]
+    torch.testing.assert_close(*more, atol=1e-4, rtol=1e-4)

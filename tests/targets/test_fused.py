@@ -20,8 +20,28 @@ from hf_hyperdflash.decoding.bind import BoundTarget
 from hf_hyperdflash.targets.fused import FusedForward
 
 from ..conftest import half_right_about, prompt, tiny_target
-from ..helpers.fused import GREEDY, logits_of, replaced, rugged
 from ..helpers.refusals import Refusal
+
+GREEDY = dict(do_sample=False, max_new_tokens=20)
+
+
+def rugged(target):
+    """With hyper-connections far from their initial values, which differ little from stream to stream."""
+    for module in target.modules():
+        if hasattr(module, "hc_sinkhorn_iters"):
+            torch.nn.init.normal_(module.fn, std=0.3)
+            torch.nn.init.normal_(module.base)
+            torch.nn.init.normal_(module.scale)
+    return target
+
+
+@torch.no_grad()
+def logits_of(target, ids):
+    return target(ids).logits
+
+
+def replaced(model):
+    return [type(module).__name__ for module in model.modules() if isinstance(module.forward, FusedForward)]
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,17 @@
-"""The rewindable cache layers against stock layers that never saw the cropped tokens."""
+"""The rewindable cache layers against stock layers that never saw the cropped tokens; under a model: in
+tests/decoding/test_rounds.py."""
 
 from __future__ import annotations
 
 import copy
 import io
 from dataclasses import dataclass
-from functools import cache as memoize
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
+from transformers import DeepseekV4Config, DynamicCache
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
@@ -28,7 +28,7 @@ from hf_hyperdflash.targets.caches.deepseek_v4 import (
 )
 from hf_hyperdflash.targets.caches.name import CACHE
 
-from ..conftest import CSA, HCA, SLIDING, tiny_config, tiny_target
+from ..conftest import CSA, HCA, SLIDING, prompt, tiny_config, tiny_target
 
 STOCK = {SLIDING: DynamicSlidingWindowLayer, CSA: DeepseekV4CSACache, HCA: DeepseekV4HCACache}
 REWINDABLE = {SLIDING: RewindableSlidingCacheLayer, CSA: RewindableCSACacheLayer, HCA: RewindableHCACacheLayer}
@@ -37,27 +37,6 @@ PROPERTY = settings(deadline=None, max_examples=100, database=None)
 
 
 # Builders
-
-
-# Layers, their window, and the rates of CSA and HCA.
-MIXES = {
-    "mixed": ([SLIDING, CSA, HCA, CSA], 7, 3, 5),
-    "flash-like": ([SLIDING, SLIDING, CSA, HCA], 4, 4, 8),
-    "pro-like": ([HCA, HCA, CSA], 12, 2, 4),
-    "sliding only": ([SLIDING, SLIDING], 5, 3, 5),
-}
-
-
-@memoize
-def v4_model(mix: str) -> DeepseekV4ForCausalLM:
-    """A tiny V4 with every parameter random, position biases and sinks included."""
-    layer_types, window, csa, hca = MIXES[mix]
-    model = tiny_target(layer_types=layer_types, sliding_window=window, compress_rates={CSA: csa, HCA: hca})
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + 0.1 * noise if name.endswith("norm.weight") else 0.3 * noise
-    return model
 
 
 def layer_config(kind: str, window: int, rate: int) -> DeepseekV4Config:
@@ -399,8 +378,7 @@ def test_offload_moves_the_keys_once_and_leaves_the_compressor(kind, recording):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="cache offloading needs a GPU")
 def test_offloading_cache_on_gpu():
-    model = copy.deepcopy(v4_model("mixed")).to("cuda")
-    ids = ids_of(2, 40).to("cuda")
+    model, ids = tiny_target().to("cuda"), torch.cat([prompt(40), prompt(40, seed=1)]).to("cuda")
     cache = make_rewindable(DynamicCache(config=model.config, offloading=True), 8)
     cache.activate_past_recording()
     with torch.no_grad():
@@ -434,65 +412,3 @@ def test_transformers_keeps_its_own_layer_types():
     for kinds_of_layers in (DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING):
         assert not [kind for kind in kinds_of_layers.values() if kind.__module__.startswith("hf_hyperdflash")]
     assert {DeepseekV4CSACache, DeepseekV4HCACache} <= set(DYNAMIC_LAYER_TYPE_MAPPING.values())
-
-
-# With a model
-
-
-def ids_of(batch: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def assert_close_state(layer, expected) -> None:
-    """As `assert_same_state`, but for a model's matrix products, whose last bits depend on the chunking."""
-    assert layer.cumulative_length == expected.cumulative_length
-    assert getattr(layer, "entry_count", None) == getattr(expected, "entry_count", None)
-    torch.testing.assert_close(layer.keys, expected.keys, atol=1e-5, rtol=1e-4)
-    for state in STATES:
-        torch.testing.assert_close(getattr(layer, state, {}), getattr(expected, state, {}), atol=1e-5, rtol=1e-4)
-
-
-def assert_same_cache(model, cache, ids) -> None:
-    """Cache and next logits equal those of a model that only ever saw `ids`."""
-    expected = DynamicCache(config=model.config)
-    model(ids, **{CACHE: expected})
-    for layer, stock in zip(cache.layers, expected.layers):
-        assert_close_state(layer, stock)
-    more = ids_of(ids.shape[0], 6, seed=9)
-    logits = model(more, **{CACHE: copy.deepcopy(cache)}).logits
-    torch.testing.assert_close(logits, model(more, **{CACHE: expected}).logits, atol=1e-4, rtol=1e-4)
-
-
-# Tokens fed before recording, and then rounds: how many tokens are fed, and how many of the last ones are taken back.
-VERIFIED = [(3, 3), (7, 2), (1, 0), (8, 8), (5, 4), (6, 0), (2, 1)]
-ROUNDS = {
-    "from a token on": ([], [(1, 0), *VERIFIED]),
-    "from a prompt on": ([], [(23, 0), *VERIFIED]),
-    "several forwards at once": ([], [(9, 0), (21, 0), (1, 0), (1, 0), (1, 0), (7, 2), (0, 7), (0, 0), (0, 6)]),
-    "on a user's own cache": ([7, 7, 7, 7, 2], [(10, 8)]),
-}
-
-
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("rounds", ROUNDS)
-@torch.no_grad()
-def test_a_models_cache_is_one_that_never_saw_what_was_taken_back(mix, rounds):
-    model, ids = v4_model(mix), ids_of(2, 60)
-    cache = DynamicCache(config=model.config)
-    unrecorded, recorded = ROUNDS[rounds]
-    length = 0
-    for fed in unrecorded:
-        model(ids[:, length : length + fed], **{CACHE: cache})
-        length += fed
-    assert make_rewindable(cache, 16) is cache and cache.is_croppable
-    cache.activate_past_recording()
-    for fed, removed in recorded:
-        if fed:
-            kept = max(fed - removed, 0)
-            model(
-                torch.cat([ids[:, length : length + kept], ids_of(2, fed - kept, seed=length)], dim=1),
-                **{CACHE: cache},
-            )
-        cache.crop(-removed)
-        length += fed - removed
-        assert_same_cache(model, cache, ids[:, :length])

@@ -1,20 +1,21 @@
 """The cache under all of its names: transformers renamed it in 5.24, remote code keeps the name that it has."""
 
+import importlib.util
 import logging
-import os
 import warnings
 
 import pytest
 import torch
 import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.generation.utils import GenerationMixin
 
 from hf_hyperdflash import PromptLookupDrafter, bind, unbind
 from hf_hyperdflash.targets.caches.name import CACHE, cache_argument, cache_of, renamed_cache
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers.families import COMMON, DENSE
-from ..helpers.processes import python
+from ..helpers.refusals import Refusal
 
 NAMES = ("cache", "past_key_values")
 
@@ -82,31 +83,23 @@ def test_a_bound_model_gets_its_cache_by_its_own_name(kind, assisted):
     assert type(target) is kind
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_bound_target_takes_both_names(name):
-    target, ids = bind(tiny_target()), prompt(9)
-    options = dict(do_sample=False, max_new_tokens=8, assistant_model=tiny_drafter(target))
-    expected = target.generate(ids, **options)
-    cache = DynamicCache(config=target.config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        assert torch.equal(target.generate(ids, **{name: cache}, **options), expected)
-    assert cache.get_seq_length() == expected.shape[1] - 1
-
-
-def test_transformers_has_nothing_to_warn_of(caplog):
-    """Of names that it has given up, in rounds, plain steps, batches and a second turn."""
-    target, llama = bind(tiny_target()), bind(tiny_llama())
+def test_a_bound_target_takes_both_names_and_transformers_has_nothing_to_warn_of(caplog):
+    """Of names that it has given up, in rounds, plain steps, batches and second turns."""
+    target, llama, ids = bind(tiny_target()), bind(tiny_llama()), prompt(9)
     logging.getLogger("transformers").addHandler(caplog.handler)
     try:
         with warnings.catch_warnings(), caplog.at_level("WARNING"):
             warnings.simplefilter("error", FutureWarning)
             for model, drafter in ((target, tiny_drafter(target)), (llama, PromptLookupDrafter(llama))):
-                ids, options = prompt(9), dict(do_sample=False, max_new_tokens=8)
-                out = model.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **options)
-                model.generate(out.sequences, assistant_model=drafter, **{CACHE: cache_of(out)}, **options)
+                options = dict(do_sample=False, max_new_tokens=8)
+                expected = model.generate(ids, **options)
+                for name in NAMES:
+                    given = {name: DynamicCache(config=model.config), "assistant_model": drafter}
+                    out = model.generate(ids, **given, return_dict_in_generate=True, **options)
+                    assert torch.equal(out.sequences, expected) and cache_of(out) is given[name]
+                    model.generate(out.sequences, **given, **options)
+                    assert given[name].get_seq_length() == expected.shape[1] + 7
                 model.generate(ids.expand(2, -1), assistant_model=drafter, **options)
-                model.generate(ids, **options)
     finally:
         logging.getLogger("transformers").removeHandler(caplog.handler)
     assert not [record for record in caplog.messages if "deprecated" in record]
@@ -119,22 +112,20 @@ def test_two_caches_under_two_names_are_left_to_transformers():
     assert renamed_cache({"cache": 2}, "past_key_values") == {"past_key_values": 2}
 
 
-def test_a_name_that_is_not_known_ends_in_one_line(tmp_path):
-    """As the code of a drafter says it that was pushed before transformers renamed the cache again."""
+def test_a_name_that_is_not_known_ends_in_one_line(monkeypatch):
+    """Of this package, and of a drafter that was pushed before transformers renamed the cache again."""
+
+    def prepare(self, input_ids, memory=None, **kwargs): ...
+
+    def imported_anew(name):
+        spec = importlib.util.find_spec(f"hf_hyperdflash.{name}")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
     target = tiny_target()
-    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
-    target.save_pretrained(tmp_path / "target")
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import sys\n"
-        "sys.modules['hf_hyperdflash'] = None\n"
-        "from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin\n"
-        "def prepare(self, input_ids, memory=None, **kwargs): ...\n"
-        "GenerationMixin.prepare_inputs_for_generation = prepare\n"
-        "drafter = AutoModel.from_pretrained('drafter', trust_remote_code=True)\n"
-        "drafter.bind(AutoModelForCausalLM.from_pretrained('target'))\n"
-    )
-    done = python(script, cwd=tmp_path, env=os.environ | {"HF_HOME": str(tmp_path / "home")})
-    assert done.returncode
-    said = done.stderr.splitlines()[-1]
-    assert "has a name for the cache that this file does not know" in said and "install hf-hyperdflash" in said
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", prepare)
+    words = transformers.__version__, "name for the cache", "hf-hyperdflash"
+    Refusal(lambda: imported_anew("targets.caches.name"), words, ImportError).check()
+    portable = imported_anew("portable.target")
+    Refusal(lambda: portable.Target(target), words).check()

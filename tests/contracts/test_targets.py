@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_hyperdflash import PromptLookupDrafter, bind, capture_residual
 from hf_hyperdflash.targets.caches.name import cache_argument, cache_of
+from hf_hyperdflash.targets.hooks import EMBEDDINGS
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.targets.target import Target
 from hf_hyperdflash.training.losses.objective import teacher_states
@@ -148,9 +149,11 @@ def test_it_embeds_as_its_first_layer_reads(target):
     facts.layers[0].register_forward_pre_hook(
         lambda module, args, kwargs: read.extend([*args, *kwargs.values()]), with_kwargs=True
     )
-    target(ids)
+    with capture_residual(target, [EMBEDDINGS]) as captured:
+        target(ids)
     for stream in read[0].reshape(1, 9, facts.streams, 64).unbind(2):
         torch.testing.assert_close(facts.embed(ids), stream)
+    assert torch.equal(captured[0].flatten(), read[0].flatten())
 
 
 def test_it_hands_its_gate_down_or_says_why_not(target, caplog):

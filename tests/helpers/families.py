@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers import Qwen3Config as Qwen3Config  # tests make small ones
+from transformers import LlamaConfig as LlamaConfig  # tests make small ones
+from transformers import LlamaForCausalLM as LlamaForCausalLM
+from transformers import Qwen3Config as Qwen3Config
 from transformers import Qwen3ForCausalLM as Qwen3ForCausalLM
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -347,7 +347,8 @@ REFUSED = {
 }
 if REWINDABLE_QWEN4:
     REFUSED["a mean that no norm follows"] = Refusal(
-        lambda _: BlockObjective(None, target_of(qwen4_exp()), SimpleNamespace(kl_teacher="mean_pool")), ("'mean_pool'", "qwen4_exp_text", "hc_head")
+        lambda _: BlockObjective(None, target_of(qwen4_exp()), SimpleNamespace(kl_teacher="mean_pool")),
+        ("'mean_pool'", "qwen4_exp_text", "hc_head"),
     )
 
 

@@ -6,55 +6,17 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BambaConfig,
-    BambaForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3nForCausalLM,
-    Gemma3nTextConfig,
-    Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    Glm5NextConfig,
-    Glm5NextForConditionalGeneration,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    HYV4Config,
-    HYV4ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    Qwen4ExpConfig,
-    Qwen4ExpForCausalLM,
-    Qwen4ExpForConditionalGeneration,
-    Qwen4ExpTextConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import LlamaConfig as LlamaConfig  # tests make small ones
+from transformers import LlamaForCausalLM as LlamaForCausalLM
+from transformers import Qwen3Config as Qwen3Config
+from transformers import Qwen3ForCausalLM as Qwen3ForCausalLM
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..conftest import tiny_target
 
@@ -66,6 +28,7 @@ COMMON = dict(
     vocab_size=64, hidden_size=64, num_attention_heads=4, max_position_embeddings=1024, initializer_range=0.2,
     bos_token_id=None, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
 )  # fmt: skip
+DENSE = dict(intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2)
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
 DELTA_NET = dict(
     linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
@@ -75,6 +38,12 @@ MAMBA = dict(
     num_hidden_layers=4, num_key_value_heads=2, mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=8, mamba_d_conv=4,
     mamba_chunk_size=8,
 )  # fmt: skip
+MLA = dict(
+    intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, n_routed_experts=4, num_experts_per_tok=2,
+    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, index_head_dim=16,
+    index_n_heads=32, hc_mult=4,
+)  # fmt: skip
+VISION = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=64)
 GLM_TEXT = dict(
     **COMMON, intermediate_size=48, moe_intermediate_size=16, num_key_value_heads=4, num_hidden_layers=4,
     n_routed_experts=4, num_experts_per_tok=2, kv_lora_rank=16, q_lora_rank=16, v_head_dim=16, qk_nope_head_dim=16,
@@ -90,6 +59,11 @@ QWEN4_TEXT = dict(
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1,
     1]},
 )  # fmt: skip
+
+
+def made(model_type: str, **fields: Any) -> PreTrainedModel:
+    """One of a type's class for causal language models; `fields` are of its configuration."""
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**{**COMMON, **fields}))
 
 
 def deepseek_v4() -> PreTrainedModel:
@@ -111,12 +85,7 @@ def deepseek_v4_remote_code() -> PreTrainedModel:
 
 
 def hunyuan_v4() -> PreTrainedModel:
-    config = HYV4Config(
-        **COMMON, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, head_dim=8, n_routed_experts=4,
-        num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
-        index_topk=16, index_head_dim=16, index_n_heads=32, hc_mult=4,
-    )  # fmt: skip
-    target = HYV4ForCausalLM(config)
+    target = made("hy_v4", **MLA, index_topk=16, head_dim=8)
     with torch.no_grad():
         target.model.hc_head.hc_base.normal_()
         target.model.hc_head.hc_scale.fill_(1.3)
@@ -126,18 +95,15 @@ def hunyuan_v4() -> PreTrainedModel:
 def hunyuan_v4_multimodal() -> PreTrainedModel:
     """As Hunyuan V4, with rotary positions of three axes, which are one and the same for text, and an indexer that
     chooses all: with ties its text depends on padding, which the other's hides by chance."""
-    text = dict(
-        **COMMON, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, n_routed_experts=4,
-        num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
-        index_topk=512, index_head_dim=16, index_n_heads=32, hc_mult=4,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
-    )  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     vision = dict(
         num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, out_hidden_size=64,
         max_image_size=64,
     )  # fmt: skip
-    config = transformers.HYV4VLConfig(text_config=text, vision_config=vision)
-    target = transformers.HYV4VLForConditionalGeneration(config)
+    text = dict(**COMMON, **MLA, index_topk=512, rope_parameters=rope)
+    target = transformers.HYV4VLForConditionalGeneration(
+        transformers.HYV4VLConfig(text_config=text, vision_config=vision)
+    )
     with torch.no_grad():
         target.model.language_model.hc_head.hc_base.normal_()
         target.model.language_model.hc_head.hc_scale.fill_(1.3)
@@ -145,117 +111,96 @@ def hunyuan_v4_multimodal() -> PreTrainedModel:
 
 
 def glm5_next() -> PreTrainedModel:
-    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=64)
-    return Glm5NextForConditionalGeneration(Glm5NextConfig(text_config=GLM_TEXT, vision_config=vision))
+    config = transformers.Glm5NextConfig(text_config=GLM_TEXT, vision_config=VISION)
+    return transformers.Glm5NextForConditionalGeneration(config)
 
 
 def qwen4_exp() -> PreTrainedModel:
-    return Qwen4ExpForCausalLM(Qwen4ExpTextConfig(**QWEN4_TEXT))
+    return made("qwen4_exp_text", **QWEN4_TEXT)
 
 
 def qwen4_exp_multimodal() -> PreTrainedModel:
-    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=64)
-    return Qwen4ExpForConditionalGeneration(Qwen4ExpConfig(text_config=QWEN4_TEXT, vision_config=vision))
+    config = transformers.Qwen4ExpConfig(text_config=QWEN4_TEXT, vision_config=VISION)
+    return transformers.Qwen4ExpForConditionalGeneration(config)
 
 
 def qwen3(layers: int = 4) -> PreTrainedModel:
-    return Qwen3ForCausalLM(
-        Qwen3Config(**COMMON, intermediate_size=48, num_hidden_layers=layers, num_key_value_heads=2, head_dim=16)
-    )
+    return made("qwen3", intermediate_size=48, num_hidden_layers=layers, num_key_value_heads=2, head_dim=16)
 
 
 def qwen2() -> PreTrainedModel:
-    return Qwen2ForCausalLM(Qwen2Config(**COMMON, intermediate_size=48, num_hidden_layers=3, num_key_value_heads=2))
+    return made("qwen2", intermediate_size=48, num_hidden_layers=3, num_key_value_heads=2)
 
 
 def qwen3_moe() -> PreTrainedModel:
-    config = Qwen3MoeConfig(
-        **COMMON, intermediate_size=48, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=4,
+    return made(
+        "qwen3_moe", intermediate_size=48, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=16,
     )  # fmt: skip
-    return Qwen3MoeForCausalLM(config)
 
 
 def llama() -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2))
+    return made("llama", **DENSE)
 
 
 def gemma3() -> PreTrainedModel:
     kinds = [SLIDING, SLIDING, FULL, SLIDING]
-    config = Gemma3TextConfig(
-        **COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, sliding_window=8,
-        layer_types=kinds,
-    )  # fmt: skip
-    return Gemma3ForCausalLM(config)
+    return made("gemma3_text", **DENSE, head_dim=16, sliding_window=8, layer_types=kinds)
 
 
 GEMMA4 = dict(
-    **COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, global_head_dim=32,
-    sliding_window=8, layer_types=[SLIDING, SLIDING, SLIDING, FULL], final_logit_softcapping=30.0,
-    vocab_size_per_layer_input=64,
+    **COMMON, **DENSE, head_dim=16, global_head_dim=32, sliding_window=8, final_logit_softcapping=30.0,
+    layer_types=[SLIDING, SLIDING, SLIDING, FULL], vocab_size_per_layer_input=64,
 )  # fmt: skip
 
 
 def gemma4() -> PreTrainedModel:
     """With what its models have apart: experts beside the MLP, keys that are values, an input of its own to each
     layer."""
-    config = Gemma4TextConfig(
-        **GEMMA4, hidden_size_per_layer_input=8, enable_moe_block=True, num_experts=4, top_k_experts=2,
+    return made(
+        "gemma4_text", **GEMMA4, hidden_size_per_layer_input=8, enable_moe_block=True, num_experts=4, top_k_experts=2,
         moe_intermediate_size=16, attention_k_eq_v=True, num_global_key_value_heads=1,
     )  # fmt: skip
-    return Gemma4ForCausalLM(config)
 
 
 def gemma4_e() -> PreTrainedModel:
     """Whose last layers have keys of earlier ones."""
-    kinds = [SLIDING, FULL, SLIDING, FULL]
-    config = Gemma4TextConfig(
-        **{**GEMMA4, "layer_types": kinds}, hidden_size_per_layer_input=8, num_kv_shared_layers=2
-    )
-    return Gemma4ForCausalLM(config)
+    fields = GEMMA4 | {"layer_types": [SLIDING, FULL, SLIDING, FULL]}
+    return made("gemma4_text", **fields, hidden_size_per_layer_input=8, num_kv_shared_layers=2)
 
 
 def gemma3n() -> PreTrainedModel:
-    config = Gemma3nTextConfig(
-        **COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, sliding_window=8,
-        layer_types=[SLIDING, FULL, SLIDING, FULL], num_kv_shared_layers=2, hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=64, laurel_rank=8, activation_sparsity_pattern=[0.0] * 4,
+    return made(
+        "gemma3n_text", **DENSE, head_dim=16, sliding_window=8, layer_types=[SLIDING, FULL, SLIDING, FULL],
+        num_kv_shared_layers=2, hidden_size_per_layer_input=8, vocab_size_per_layer_input=64, laurel_rank=8,
+        activation_sparsity_pattern=[0.0] * 4,
     )  # fmt: skip
-    return Gemma3nForCausalLM(config)
 
 
 def qwen3_next() -> PreTrainedModel:
-    config = Qwen3NextConfig(**COMMON, **MOE, **DELTA_NET, intermediate_size=48, num_hidden_layers=4,
-                             layer_types=[LINEAR, FULL, LINEAR, FULL])  # fmt: skip
-    return Qwen3NextForCausalLM(config)
+    kinds = [LINEAR, FULL, LINEAR, FULL]
+    return made("qwen3_next", **MOE, **DELTA_NET, intermediate_size=48, num_hidden_layers=4, layer_types=kinds)
 
 
 def qwen3_5() -> PreTrainedModel:
-    config = Qwen3_5TextConfig(**COMMON, **DELTA_NET, intermediate_size=48, num_hidden_layers=4,
-                               layer_types=[LINEAR, LINEAR, LINEAR, FULL])  # fmt: skip
-    return Qwen3_5ForCausalLM(config)
+    kinds = [LINEAR, LINEAR, LINEAR, FULL]
+    return made("qwen3_5_text", **DELTA_NET, intermediate_size=48, num_hidden_layers=4, layer_types=kinds)
 
 
 def mistral() -> PreTrainedModel:
-    config = MistralConfig(
-        **COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, sliding_window=8
-    )
-    return MistralForCausalLM(config)
+    return made("mistral", **DENSE, sliding_window=8)
 
 
 def gemma2() -> PreTrainedModel:
-    config = Gemma2Config(**COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, head_dim=16,
-                          sliding_window=8)  # fmt: skip
-    return Gemma2ForCausalLM(config)
+    return made("gemma2", **DENSE, head_dim=16, sliding_window=8)
 
 
 def gpt_oss() -> PreTrainedModel:
     """With sinks that take attention away, and a rope that YaRN stretches."""
-    config = GptOssConfig(
-        **COMMON, intermediate_size=16, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, sliding_window=8,
+    target = made(
+        "gpt_oss", intermediate_size=16, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, sliding_window=8,
         num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    target = GptOssForCausalLM(config)
     with torch.no_grad():
         for layer in target.model.layers:
             layer.self_attn.sinks.normal_()
@@ -264,36 +209,34 @@ def gpt_oss() -> PreTrainedModel:
 
 def granite_hybrid() -> PreTrainedModel:
     """Mamba-2 layers beside attention without positions."""
-    config = GraniteMoeHybridConfig(
-        **COMMON, **MAMBA, intermediate_size=16, shared_intermediate_size=32, num_local_experts=4,
+    return made(
+        "granitemoehybrid", **MAMBA, intermediate_size=16, shared_intermediate_size=32, num_local_experts=4,
         num_experts_per_tok=2, layer_types=[LINEAR, FULL, LINEAR, LINEAR], embedding_multiplier=12.0,
         residual_multiplier=0.22, attention_multiplier=0.125, logits_scaling=3.0,
     )  # fmt: skip
-    return GraniteMoeHybridForCausalLM(config)
 
 
 def bamba() -> PreTrainedModel:
-    return BambaForCausalLM(BambaConfig(**COMMON, **MAMBA, intermediate_size=48, attn_layer_indices=[1]))
+    return made("bamba", **MAMBA, intermediate_size=48, attn_layer_indices=[1])
 
 
 def falcon_h1() -> PreTrainedModel:
     """Mamba-2 and attention side by side in every layer."""
-    config = FalconH1Config(
-        **COMMON, **MAMBA, intermediate_size=48, mamba_d_ssm=64, embedding_multiplier=5.0, lm_head_multiplier=0.25,
+    return made(
+        "falcon_h1", **MAMBA, intermediate_size=48, mamba_d_ssm=64, embedding_multiplier=5.0, lm_head_multiplier=0.25,
         key_multiplier=0.5, ssm_out_multiplier=0.5,
     )  # fmt: skip
-    return FalconH1ForCausalLM(config)
 
 
 def nemotron_h() -> PreTrainedModel:
     """Layers of one kind each, MLPs and experts too. With hardly a least time step: stock keeps to it where it runs
     several tokens and not where it runs one, so that its text would depend on how it is cut into forwards."""
-    config = NemotronHConfig(
-        **COMMON, layers_block_type=[LINEAR, "moe", FULL, LINEAR, "mlp"], intermediate_size=48, num_key_value_heads=2,
-        head_dim=16, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8, n_groups=2, chunk_size=8,
-        time_step_min=1e-9, n_routed_experts=4, moe_intermediate_size=16, moe_shared_expert_intermediate_size=16,
+    return made(
+        "nemotron_h", layers_block_type=[LINEAR, "moe", FULL, LINEAR, "mlp"], intermediate_size=48,
+        num_key_value_heads=2, head_dim=16, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8, n_groups=2,
+        chunk_size=8, time_step_min=1e-9, n_routed_experts=4, moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
     )  # fmt: skip
-    return NemotronHForCausalLM(config)
 
 
 FAMILIES = [

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.drafters.parts.heads import HEADS
 
 from ..conftest import tiny_drafter
+from .families import made
 from .headed_drafters import learned
 
 COMMON = dict(
@@ -39,11 +39,11 @@ def stirred(drafter: HyperDFlashDrafter) -> HyperDFlashDrafter:
 
 
 def qwen3(**fields: Any) -> Any:
-    return Qwen3ForCausalLM(Qwen3Config(**{**COMMON, **fields})).eval()
+    return made("qwen3", **{**COMMON, **fields}).eval()
 
 
 def llama() -> Any:
-    return LlamaForCausalLM(LlamaConfig(**COMMON)).eval()
+    return made("llama", **COMMON).eval()
 
 
 def our_drafts(target: Any, drafter: Any, ids: torch.Tensor, count: int) -> tuple[list[int], list[list[int]]]:

@@ -1,23 +1,25 @@
-"""A caller's static cache with fewer columns than window and text: transformers writes on in the shorter window."""
+"""Static caches of targets whose layers slide: with fewer columns than window and text, where transformers writes on
+in the shorter window, and with room for texts of any length, for which a drafter's graphs are made once."""
 
 import copy
 
 import pytest
 import torch
 import torch._dynamo
-from transformers import MistralConfig, MistralForCausalLM, StaticCache
+from transformers import StaticCache
 from transformers.cache_utils import Cache, StaticSlidingWindowLayer
 
-from hf_hyperdflash import bind
+from hf_hyperdflash import HyperDFlashDrafter, bind
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.targets.caches.static import SlotCache
 
 from ..conftest import prompt
 from ..decoding.test_static_caches import compiling
 from ..helpers import families
-from ..helpers.families import COMMON
+from ..helpers.families import made
 from ..helpers.tree_drafters import RandomChains, RandomTrees
 
+ONE_LAYER = dict(intermediate_size=48, num_hidden_layers=1, num_key_value_heads=2, sliding_window=8)
 GREEDILY = dict(do_sample=False, pad_token_id=0, max_new_tokens=30)
 
 
@@ -40,8 +42,7 @@ def test_turns_are_those_of_plain_decoding(columns, length, kind, chunk):
 
 def test_compiled_rounds_write_on_in_it_too():
     torch._dynamo.reset()
-    small = dict(intermediate_size=48, num_hidden_layers=1, num_key_value_heads=2, sliding_window=8)
-    own = MistralForCausalLM(MistralConfig(**COMMON, **small)).eval()
+    own = made("mistral", **ONE_LAYER).eval()
     target = bind(copy.deepcopy(own))
     stock, ours = (StaticCache(config=own.config, max_cache_len=5) for _ in range(2))
     expected = own.generate(prompt(9), **GREEDILY, **{CACHE: stock})
@@ -58,3 +59,16 @@ def test_graphs_of_two_windows_are_told_apart():
         layer.update(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3, 1))
         shapes.add(SlotCache(Cache(layers=[layer]), [window], [3], width).shape)
     assert len(shapes) == 2
+
+
+def test_another_length_compiles_nothing(monkeypatch):
+    monkeypatch.setattr("hf_hyperdflash.drafters.saved.SavedDrafter._is_launch_bound", True)  # as on an accelerator
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    target, graphs = bind(made("mistral", **ONE_LAYER).eval()), []
+    drafter = HyperDFlashDrafter.from_target(target, num_draft_tokens=4, mask_token_id=63, num_hidden_layers=1).eval()
+    options = dict(do_sample=False, cache_implementation="static", max_cache_len=100, compile_config=compiling())
+    for length, new in ((9, 10), (9, 14), (14, 8)):
+        target.generate(prompt(length), assistant_model=drafter, max_new_tokens=new, **options)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1] == 2  # the target's rounds and the drafter's passes

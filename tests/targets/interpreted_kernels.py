@@ -13,7 +13,7 @@ from hf_hyperdflash.targets.fused import _kernels, hyper_connection, rms_norm
 
 from ..conftest import prompt, tiny_config, tiny_target
 from ..helpers.families import glm5_next
-from ..helpers.fused import GREEDY, logits_of, replaced, rugged
+from .test_fused import GREEDY, logits_of, replaced, rugged
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

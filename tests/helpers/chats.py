@@ -34,7 +34,7 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name":
 
 
 def chat(*turns, system=None):
-    """user, assistant, user, assistant, ...; an answer of two texts is reasoning and content, a dictionary a message."""
+    """user, assistant, user, ...; an answer of two texts is reasoning and content, a dictionary a message."""
     messages = [{"role": "system", "content": system}] if system else []
     for i, turn in enumerate(turns):
         if isinstance(turn, dict):

@@ -127,9 +127,13 @@ OPENS_REASONING = (  # as DeepSeek-R1's: the generation prompt opens reasoning t
     "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:<think>\n' }}{% endif %}"
 )
-WORDY = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+PROMPT = "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+WORDY = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}" + PROMPT
 TAGGED = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-CALLING = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+CALLING = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    "{% endfor %}"
+)
 RAISING = {
     "raise_exception('Roles must\n alternate')": "Roles must alternate", "messages[0].absent.more": "absent",
     "messages[0].content + 1": "TypeError", "1 / 0": "ZeroDivisionError", "strftime_now(3)": "TypeError",
@@ -153,7 +157,7 @@ def with_arguments(arguments):
 TOKENS = Dataset.from_list([{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 0]}])
 PACKED = Dataset.from_list([{"input_ids": [1] * 4, "loss_mask": [0, 1, 1, 0], "position_ids": [0, 1, 0, 1]}])
 PLACED = {**GOOD, "_place": "rows.jsonl:7"}
-MANY = {"messages": [{"role": name, "content": "q"}] for name in ("judge",)}
+JUDGE = {"messages": [{"role": "judge", "content": "q"}]}
 DATA = {
     "a prompt that opens reasoning": template(("<think>", "{% generation %}"), OPENS_REASONING),
     "no template": template(("no chat template", "--chat-template"), None),
@@ -201,7 +205,7 @@ DATA = {
     "nobody answers a stream": prepared(("1,000", "turns"),
         Dataset.from_list([{"turns": ["a"]}]).to_iterable_dataset(), LINES),
     "every row is refused": prepared(
-        ("2 of 3", "row 0", "judge"), [MANY, MANY, GOOD | {"images": ["a"]}], LINES
+        ("2 of 3", "row 0", "judge"), [JUDGE, JUDGE, GOOD | {"images": ["a"]}], LINES
     ),
     "letters of a template": prepared(
         ("3 of 12", "(i)"), [{"messages": chat(letter, "a")} for letter in "abcdefghijk"] + [{"messages": [A]}],

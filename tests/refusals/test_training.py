@@ -209,7 +209,7 @@ DATA = {
     ),
     "letters of a template": prepared(
         ("3 of 12", "(i)"), [{"messages": chat(letter, "a")} for letter in "abcdefghijk"] + [{"messages": [A]}],
-        "{% for m in messages %}{% if m.role == 'user' %}{{ raise_exception(m.content) }}{% endif %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ raise_exception(m.content) if m.role == 'user' }}{{ m.content }}{% endfor %}",
     ),
     "a template of two minds": prepared(
         ("row 0", "one was expected"), [{"messages": [Q, {**CALL, "content": "I", "thinking": "so"}]}], CHANNELS,

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import shutil
-from collections import namedtuple
 from types import SimpleNamespace
 
 import datasets
@@ -37,7 +36,7 @@ from hf_hyperdflash.training.script import main as train
 from hf_hyperdflash.training.trials import Local
 
 from ..conftest import MODELS, prompt, tiny_drafter, tiny_target
-from ..helpers.chats import CALL, CHANNELS, LINES, chat, templated
+from ..helpers.chats import CALL, LINES, chat, templated
 from ..helpers.refusals import Refusal
 from ..helpers.tokenizers import JoiningPieces
 from ..helpers.training import packed_rows, rows, trainer_for
@@ -121,7 +120,7 @@ def test_a_row_is_refused_in_one_line(refusal):
     refusal.check()
 
 
-# Chat templates and tokenizers
+# Chat templates, tokenizers and data
 
 OPENS_REASONING = (  # as DeepSeek-R1's: the generation prompt opens reasoning that the rendered answer does not have
     "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
@@ -130,90 +129,77 @@ OPENS_REASONING = (  # as DeepSeek-R1's: the generation prompt opens reasoning t
 PROMPT = "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 WORDY = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}" + PROMPT
 TAGGED = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-CALLING = (
-    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
-    "{% endfor %}"
-)
+CALLING = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+ASKING = "{% for m in messages %}{{ raise_exception(m.content) if m.role == 'user' }}{{ m.content }}{% endfor %}"
 RAISING = {
     "raise_exception('Roles must\n alternate')": "Roles must alternate", "messages[0].absent.more": "absent",
     "messages[0].content + 1": "TypeError", "1 / 0": "ZeroDivisionError", "strftime_now(3)": "TypeError",
 }  # fmt: skip
+PLACED, JUDGE = {**GOOD, "_place": "rows.jsonl:7"}, {"messages": [{"role": "judge", "content": "q"}]}
+TOKENS = Dataset.from_list([{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 0]}])
+PACKED = Dataset.from_list([{"input_ids": [1] * 4, "loss_mask": [0, 1, 1, 0], "position_ids": [0, 1, 0, 1]}])
+LETTERS = [*({"messages": chat(letter, "a")} for letter in "abcdefghijk"), {"messages": [A]}]
 
 
-def template(words, text, *turns, **options):
-    return Refusal(lambda: encode_chat(templated(text), chat(*(turns or ("q", "a"))), **options), words)
+def encoded(words, template, *turns):
+    tokenizer = JoiningPieces() if template is WORDY else "bytes"
+    return Refusal(lambda: encode_chat(templated(template, tokenizer), chat(*(turns or ("hi", "so")))), words)
 
 
-def prepared(words, data, tokenizer=None, **options):
-    return Refusal(
-        lambda: prepare_dataset(data, tokenizer and templated(tokenizer), **{"max_length": 20, **options}), words
-    )
+def prompted(words, template, *rows, **options):
+    return Refusal(lambda: encode_prompts(templated(template), list(rows), **options), words)
 
 
-def with_arguments(arguments):
+def prepared(words, data, template=None, tokenized=True, **options):
+    tokenizer = None if template is None and tokenized else templated(template)
+    return Refusal(lambda: prepare_dataset(data, tokenizer, **{"max_length": 20, **options}), words)
+
+
+def raising(expression, why):
+    """Whatever a template raises is a line with its row, by each of the calls that render."""
+    for tags in (0, 1):
+        text = "{{ " + expression + " }}" + "{% generation %}{% endgeneration %}" * tags
+        yield f"{expression}, encoded, {tags}", encoded((why, "chat template"), text)
+        yield f"{expression}, prompted, {tags}", prompted((why, "rows.jsonl:7"), text, PLACED)
+        yield f"{expression}, prepared, {tags}", prepared((why, "rows.jsonl:7"), [PLACED], text)
+
+
+def called(arguments):
     return {**CALL, "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
 
 
-TOKENS = Dataset.from_list([{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 0]}])
-PACKED = Dataset.from_list([{"input_ids": [1] * 4, "loss_mask": [0, 1, 1, 0], "position_ids": [0, 1, 0, 1]}])
-PLACED = {**GOOD, "_place": "rows.jsonl:7"}
-JUDGE = {"messages": [{"role": "judge", "content": "q"}]}
 DATA = {
-    "a prompt that opens reasoning": template(("<think>", "{% generation %}"), OPENS_REASONING),
-    "no template": template(("no chat template", "--chat-template"), None),
-    "tags without answers": template(("2 answers", "8 blocks"), TAGGED + TAGGED, "q", {**A, "train": False}, "q", "a"),
-    "tokens that join words": Refusal(
-        lambda: encode_chat(templated(WORDY, JoiningPieces()), chat("hi", "so")),
-            ("JoiningPieces", "assistant: ", "so")
-    ),
-    **{f"arguments {text}": template((text, "expected", "dictionary"), CALLING, "q", with_arguments(text))
+    "a prompt that opens reasoning": encoded(("<think>", "{% generation %}"), OPENS_REASONING),
+    "no template": encoded(("no chat template", "--chat-template"), None),
+    "tags without answers": encoded(("2 answers", "8 blocks"), TAGGED * 2, "q", {**A, "train": False}, "q", "a"),
+    "tokens that join words": encoded(("JoiningPieces", "assistant: ", "so"), WORDY),
+    **{f"arguments {text}": encoded((text, "expected", "dictionary"), CALLING, "q", called(text))
        for text in ("{", "add", "[1]", '"{}"', "3")},
-    **{f"{expression}, tags {tags}": Refusal(
-        lambda text="{{ " + expression + " }}" + "{% generation %}{% endgeneration %}" * tags,
-            call=call: call(templated(text)),
-        (why, "chat template", *place),
-    ) for expression, why in RAISING.items() for tags in (0, 1) for place, call in (
-        ((), lambda tokenizer: encode_chat(tokenizer, GOOD["messages"])),
-        (("rows.jsonl:7",), lambda tokenizer: encode_prompts(tokenizer, [PLACED])),
-        (("rows.jsonl:7",), lambda tokenizer: prepare_dataset([PLACED], tokenizer, max_length=20)),
-    )},
-    "prompts of texts": Refusal(lambda: encode_prompts(templated(LINES), ["hello"]), ("Row 0", "'hello'", "expected")),
-    "a prompt that asks nothing": Refusal(lambda: encode_prompts(templated(LINES), [{"messages": [A]}]),
-        ("Row 0", "asks nothing")),
-    "none of some prompts": Refusal(
-        lambda: encode_prompts(templated(LINES), [{"messages": [A]}] * 2, at_most=1), ("Row 0", "asks nothing")
-    ),
-    "prompts without a template": Refusal(lambda: encode_prompts(templated(None), [GOOD]), ("--chat-template",)),
-    "half a character": Refusal(lambda: encode_prompts(templated(LINES), [{"turns": ["\ud83d"]}]),
-        ("Row 0", "\\ud83d")),
-    "rows without a template": Refusal(
-        lambda: prepare_dataset([GOOD], templated(None), max_length=20), ("The tokenizer", "no chat template")
-    ),
+    **{name: refusal for expression, why in RAISING.items() for name, refusal in raising(expression, why)},
+    "prompts of texts": prompted(("Row 0", "'hello'", "expected"), LINES, "hello"),
+    "a prompt that asks nothing": prompted(("Row 0", "asks nothing"), LINES, {"messages": [A]}),
+    "none of some prompts": prompted(("Row 0", "asks nothing"), LINES, {"messages": [A]}, {"messages": [A]},
+        at_most=1),
+    "prompts without a template": prompted(("--chat-template",), None, GOOD),
+    "half a character": prompted(("Row 0", "\\ud83d"), LINES, {"turns": ["\ud83d"]}),
+    "rows without a template": prepared(("The tokenizer", "no chat template"), [GOOD], tokenized=False),
     "room for no block": prepared(("max_length=1", "2"), [GOOD], LINES, max_length=1),
     "several datasets": prepared(("train", "Choose"), DatasetDict({"train": TOKENS})),
     "no tokenizer": prepared(("messages", "tokenizer"), [GOOD]),
-    **{f"a dataset {what}": prepared((str(what),), data, LINES)
+    **{f"a dataset {what}": prepared((what,), data, LINES)
        for data, what in ((5, "int"), ([5], "list"), ([], "empty"), (TOKENS.select([]), "empty"))},
     "another mask": prepared(("2 input_ids", "1"), [{"input_ids": [1, 2], "loss_mask": [1]}]),
     "neighbours of two documents": prepared(("1 of 1", "row 0"), PACKED),
     "a packed row that is too long": prepared(("4 tokens", "max_length=3"), PACKED, max_length=3),
-    **{f"ids {ids}": prepared(("Row 0", *words), [{"input_ids": ids, "loss_mask": [1] * 3}], vocab_size=64)
-       for ids, words in (([1, 2, 64], ("64", "below 64")), ([1, -2, 8], ("-2", "below 64")),
-           ([1, None, 8], ("nothing at 1",)))},
-    "nobody answers": prepared(("2 rows", "turns", "hf-hyperdflash answers"), [{"turns": ["a"]}, {"turns": ["b"]}],
+    **{f"ids {ids}": prepared(("Row 0", *words), [{"input_ids": ids, "loss_mask": [1, 1]}], vocab_size=64)
+       for ids, words in (([1, 64], ("64", "below 64")), ([1, -2], ("-2", "below 64")),
+           ([1, None], ("nothing at 1",)))},
+    "nobody answers": prepared(("2 rows", "turns", "answers`"), [{"turns": ["a"]}, {"turns": ["b"]}], LINES),
+    "nobody answers a stream": prepared(
+        ("1,000", "turns"), Dataset.from_list([{"turns": ["a"]}]).to_iterable_dataset(), LINES),
+    "the most frequent reason": prepared(("2 of 3", "row 0", "judge"), [JUDGE, JUDGE, GOOD | {"images": ["a"]}],
         LINES),
-    "nobody answers a stream": prepared(("1,000", "turns"),
-        Dataset.from_list([{"turns": ["a"]}]).to_iterable_dataset(), LINES),
-    "every row is refused": prepared(
-        ("2 of 3", "row 0", "judge"), [JUDGE, JUDGE, GOOD | {"images": ["a"]}], LINES
-    ),
-    "letters of a template": prepared(
-        ("3 of 12", "(i)"), [{"messages": chat(letter, "a")} for letter in "abcdefghijk"] + [{"messages": [A]}],
-        "{% for m in messages %}{{ raise_exception(m.content) if m.role == 'user' }}{{ m.content }}{% endfor %}",
-    ),
-    "a template of two minds": prepared(
-        ("row 0", "one was expected"), [{"messages": [Q, {**CALL, "content": "I", "thinking": "so"}]}], CHANNELS,
-    ),
+    "a few reasons of many": prepared(("3 of 12", "(i)"), LETTERS, ASKING),
 }  # fmt: skip
 
 
@@ -379,97 +365,59 @@ def test_flags_are_refused_before_any_work(tmp_path, monkeypatch, given):
     assert not list(tmp_path.iterdir())
 
 
-def run_command(*arguments):
-    done = CliRunner().invoke(app, ["train", *arguments])
-    raise done.exception
-
-
-def bad_template(folder, written):
-    (folder / "bad.jinja").write_bytes(written)
-    train(flags(folder, chat_template=folder / "bad.jinja"))
-
-
-def rows_of(folder, rows, name="rows.jsonl"):
-    (folder / name).write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return folder / name
-
-
-def earlier(at, **others):
-    """On from the shipped drafter, with a layer count of its own."""
-    train(flags(at, drafter=MODELS / "tiny-deepseek-v4-hyperdflash", **others))
-
-
 TOKENIZED = [{"input_ids": [1, 2, 3, 4], "loss_mask": [1] * 4}] * 5
+OTHERS = [*TOKENIZED, {"input_ids": [1, 2048], "loss_mask": [1, 1]}]
 SAID = [{"question": f"{n}: what?", "answer": "it is this, my friend."} for n in range(6)]
-COMMANDS = {
-    "a flag that there is not": Refusal(
-        lambda at: run_command("--target", "x", "--output_dir", "y", "--learning-rat=1", "1"),
-            ("--learning-rat=1", "--learning")
-    ),
-    "no target": Refusal(lambda at: train(flags(at, target=None)), ("--target",)),
-    "no folder": Refusal(lambda at: train(flags(at, output_dir=None)), ("--output_dir",)),
-    "a template with a fault": Refusal(lambda at: bad_template(at, b"a\n{% if %}"),
-        ("--chat_template", "bad.jinja", "line 2")),
-    "a template with a tag alone": Refusal(lambda at: bad_template(at, b"{% generation %}"), ("bad.jinja", "Jinja")),
-    "a template in Latin-1": Refusal(lambda at: bad_template(at, b"\xe9"), ("bad.jinja", "UTF-8")),
-    "a template in UTF-16": Refusal(lambda at: bad_template(at, "é".encode("utf-16")), ("bad.jinja", "UTF-8")),
-    "no file of rows": Refusal(lambda at: train(flags(at)), ("nowhere.jsonl",)),
-    "too few rows": Refusal(lambda at: train(flags(at, rows_of(at, SAID), eval_rows=64)),
-        ("rows.jsonl", "6 rows", "64")),
-    "prompts of tokens": Refusal(lambda at: train(flags(at, rows_of(at, TOKENIZED), eval_rows=2)),
-        ("tokenized", "eval_prompts")),
-    "tokens of another tokenizer": Refusal(
-        lambda at: train(flags(at, rows_of(at, [*TOKENIZED, {"input_ids": [1, 2048], "loss_mask": [1, 1]}]),
-            eval_prompts=0,
-                               eval_dataset=rows_of(at, TOKENIZED, "good.jsonl"))), ("rows.jsonl:6", "2048")
-    ),
-    "longer than the target": Refusal(
-        lambda at: train(flags(at, rows_of(at, SAID), max_length=4096, eval_rows=2)), ("max_length", "4096", "2048")
-    ),
-    "rows that ask": Refusal(
-        lambda at: train(flags(at, rows_of(at, [{"turns": ["What?"]}] * 6), eval_rows=2)),
-            ("4 rows", "rows.jsonl:", "['turns']")
-    ),
-    "heads for a drafter that has some": Refusal(
-        lambda at: earlier(at, sequential_head="state"), ("has one already",)
-    ),
-    "another vocabulary for one that drafts all": Refusal(
-        lambda at: earlier(at, draft_vocab_size=40), ("LM head", "expected")
-    ),
-    "no vocabulary": Refusal(lambda at: earlier(at, draft_vocab_size=0), ("--draft_vocab_size 0", "--drafter")),
-    "layers for a drafter that has some": Refusal(lambda at: earlier(at, layers=2), ("layers",)),
-}  # fmt: skip
+ASKED = [{"turns": ["What?"]}] * 6
+ON = dict(drafter=MODELS / "tiny-deepseek-v4-hyperdflash")
+COMMANDS = {  # rows, flags and words; bytes are a chat template
+    "no target": (SAID, dict(target=None), ("--target",)),
+    "no folder": (SAID, dict(output_dir=None), ("--output_dir",)),
+    "a template with a fault": (b"a\n{% if %}", {}, ("--chat_template", "bad.jinja", "line 2")),
+    "a template with a tag alone": (b"{% generation %}", {}, ("bad.jinja", "Jinja")),
+    "a template in Latin-1": (b"\xe9", {}, ("bad.jinja", "UTF-8")),
+    "no file of rows": (SAID, dict(dataset="nowhere.jsonl"), ("nowhere.jsonl",)),
+    "too few rows": (SAID, dict(eval_rows=64), ("rows.jsonl", "6 rows", "64")),
+    "prompts of tokens": (TOKENIZED, {}, ("tokenized", "eval_prompts")),
+    "tokens of another tokenizer": (OTHERS, dict(eval_prompts=0, eval_dataset="good"), ("rows.jsonl:6", "2048")),
+    "longer than the target": (SAID, dict(max_length=4096), ("max_length", "4096", "2048")),
+    "rows that ask": (ASKED, {}, ("4 rows", "rows.jsonl:", "['turns']")),
+    "heads for a drafter that has some": (SAID, dict(sequential_head="state", **ON), ("has one already",)),
+    "another vocabulary for all": (SAID, dict(draft_vocab_size=40, **ON), ("LM head", "expected")),
+    "no vocabulary": (SAID, dict(draft_vocab_size=0, **ON), ("--draft_vocab_size 0", "--drafter")),
+    "layers for a drafter that has some": (SAID, dict(layers=2, **ON), ("layers",)),
+}
 
 
-@refused(COMMANDS)
-def test_a_command_is_refused_in_one_line(refusal, tmp_path):
-    refusal.check(tmp_path)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_refused_in_one_line(name, tmp_path):
+    rows, given, words = COMMANDS[name]
+    data, given = tmp_path / "rows.jsonl", {"eval_rows": 2, **given}
+    if isinstance(rows, bytes):
+        given["chat_template"] = tmp_path / "bad.jinja"
+        given["chat_template"].write_bytes(rows)
+        rows = SAID
+    data.write_text("\n".join(map(json.dumps, rows)))
+    if given.get("eval_dataset"):
+        given["eval_dataset"] = tmp_path / "good.jsonl"
+        given["eval_dataset"].write_text("\n".join(map(json.dumps, TOKENIZED)))
+    Refusal(lambda: train(flags(tmp_path, **{"dataset": data, **given})), words).check()
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_any_work(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_and_a_flag_of_the_shell_are_told_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))  # root may write everywhere
     Refusal(lambda: train(flags(tmp_path)), ("output_dir", "out", "cannot be written to")).check()
+    done = CliRunner().invoke(app, ["train", "--target", "x", "--output_dir", "y", "--learning-rat=1", "1"])
+    assert "--learning-rat=1" in str(done.exception) and "--learning-rate" in str(done.exception).replace("_", "-")
 
 
-# The trainer
+# The trainer, acceptance by hand, and learning while serving: what is given, where functions are of `at`, and words
 
 
-def broken(model, name, value=math.nan):
+def broken(model, name, value):
     model.get_parameter(name).data.view(-1)[3] = value
     return model
-
-
-def trainer(at, target=None, drafter=None, data=None, held_out=None, **args):
-    """What is not given is good."""
-    target = target or at.target
-    return trainer_for(
-        at.folder, target, drafter or tiny_drafter(target), rows(2) if data is None else data, held_out, **args
-    )
-
-
-def plain_trainer(at, *args, **kwargs):
-    return HyperDFlashTrainer(at.drafter, at.target, *args, **kwargs)
 
 
 def without_layers(at):
@@ -477,122 +425,40 @@ def without_layers(at):
     return AutoModelForCausalLM.from_pretrained(at.folder / "saved", num_hidden_layers=0, dtype=torch.float32)
 
 
-def spread_over(free):
-    return lambda path: SimpleNamespace(free=free)
+def tiny(**fields):
+    return lambda at: tiny_drafter(at.target, **fields)
 
 
 CHOOSES = dict(draft_vocab_size=8, sequential_head="markov", head_rank=4, head_candidates=4)
 SAVES = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True)
+SAVES |= dict(held_out=rows(2))
+SILENT = Dataset.from_list([{"input_ids": [3, 4, 5], "loss_mask": [0] * 3}] * 3)
+STREAMED = rows(2).to_iterable_dataset()
 TRAINER = {
-    "no drafter": Refusal(lambda at: trainer(at, drafter=at.target), ("DeepseekV4", "expected", "HyperDFlashDrafter")),
-    "a drafter of another target": Refusal(
-        lambda at: trainer(at, tiny_target(vocab_size=32), tiny_drafter(at.target)), ("vocab_size", "64", "32")
-    ),
-    "more positions than a block": Refusal(lambda at: trainer(at, kl_positions=7), ("kl_positions", "7")),
-    "no confidence head": Refusal(lambda at: trainer(at, confidence_weight=1.0),
-        ("confidence_weight", "1.0", "confidence_head")),
-    "no candidates": Refusal(lambda at: trainer(at, blind_weight=1.0), ("blind_weight", "1.0", "head_candidates")),
-    "candidates of some tokens": Refusal(
-        lambda at: trainer(at, drafter=tiny_drafter(at.target, **CHOOSES)),
-            ("draft_vocab_size", "8", "head_candidates", "4")
-    ),
-    "a stream to cache": Refusal(
-        lambda at: trainer(at, data=rows(2).to_iterable_dataset(), feature_source="cached"), ("cached", "streaming")
-    ),
-    "no evaluation rows": Refusal(
-        lambda at: trainer(at, feature_source="cached", eval_strategy="steps"), ("eval_dataset",)
-    ),
-    "another tokenizer": Refusal(
-        lambda at: plain_trainer(at, HyperDFlashTrainingArguments(str(at.folder)),
-            processing_class=AutoTokenizer.from_pretrained(TINY)),
-        ("vocabulary 64",),
-    ),
-    "a name of a tokenizer": Refusal(lambda at: plain_trainer(at, processing_class="x"),
-        ("processing_class", "str", "expected")),
-    "other arguments": Refusal(
-        lambda at: plain_trainer(at, TrainingArguments(str(at.folder))),
-            ("TrainingArguments", "HyperDFlashTrainingArguments")
-    ),
-    "nothing to train on": Refusal(
-        lambda at: trainer(at, data=Dataset.from_list([{"input_ids": [3, 4, 5], "loss_mask": [0] * 3}] * 3)),
-            ("3 of 3", "loss_mask")
-    ),
-    "longer than the target": Refusal(lambda at: trainer(at, max_length=1025), ("max_length", "1025", "1024")),
-    "a target without layers": Refusal(lambda at: trainer(at, without_layers(at)), ("no layers", "cached")),
-    **{f"a drafter with {value}": Refusal(
-        lambda at, value=value: trainer(at, drafter=broken(tiny_drafter(at.target), "norm.weight", value)),
+    "no drafter": (dict(drafter=lambda at: at.target), ("DeepseekV4", "expected", "HyperDFlashDrafter")),
+    "another target": (dict(target=lambda at: tiny_target(vocab_size=32), drafter=tiny()), ("vocab_size", "64", "32")),
+    "more positions than a block": (dict(kl_positions=7), ("kl_positions", "7")),
+    "no confidence head": (dict(confidence_weight=1.0), ("confidence_weight", "1.0", "confidence_head")),
+    "no candidates": (dict(blind_weight=1.0), ("blind_weight", "1.0", "head_candidates")),
+    "candidates of some": (dict(drafter=tiny(**CHOOSES)), ("draft_vocab_size", "8", "head_candidates", "4")),
+    "a stream to cache": (dict(data=STREAMED, feature_source="cached"), ("cached", "streaming")),
+    "no evaluation rows": (dict(feature_source="cached", eval_strategy="steps"), ("eval_dataset",)),
+    "nothing to train on": (dict(data=SILENT), ("3 of 3", "loss_mask")),
+    "longer than the target": (dict(max_length=1025), ("max_length", "1025", "1024")),
+    "a target without layers": (dict(target=without_layers, drafter=tiny()), ("no layers", "cached")),
+    **{f"a drafter with {value}": (
+        dict(drafter=lambda at, value=value: broken(tiny_drafter(at.target), "norm.weight", value)),
         ("drafter", "not finite", "norm.weight")) for value in (math.nan, math.inf, -math.inf)},
-    "a target with infinities": Refusal(
-        lambda at: trainer(at, broken(tiny_target(), "lm_head.weight", math.inf)),
-            ("target", "not finite", "lm_head.weight")
-    ),
-    "no vocabulary to choose": Refusal(lambda at: trainer(at).choose_vocabulary(),
-        ("draft_vocab_size", "0", "at least 1")),
-    "a vocabulary of a stream": Refusal(
-        lambda at: trainer(at, drafter=tiny_drafter(at.target, draft_vocab_size=4),
-                           data=rows(2).to_iterable_dataset()).choose_vocabulary(), ("IterableDataset", "known length")
-    ),
-    "a metric that there is not": Refusal(
-        lambda at: trainer(at, held_out=rows(2), metric_for_best_model="nothing", **SAVES).train(),
-            ("'nothing'", "expected tau")
-    ),
-    "a metric of nobody": Refusal(
-        lambda at: trainer(at, held_out=rows(2), metric_for_best_model="eval_tau", **SAVES).train(),
-            ("AcceptanceCallback",)
-    ),
-    "no checkpoint": Refusal(
-        lambda at: trainer(at).train(resume_from_checkpoint=True), ("No checkpoint", "resume_from_checkpoint")
-    ),
-    "no such checkpoint": Refusal(lambda at: trainer(at).train(resume_from_checkpoint="nowhere"),
-        ("'nowhere'", "no such folder")),
-    "no prompts": Refusal(lambda at: AcceptanceCallback(trainer(at), []), ("prompts", "[]")),
-    "too few tokens": Refusal(lambda at: AcceptanceCallback(trainer(at), [prompt(9)], max_new_tokens=1),
-        ("max_new_tokens", "1")),
-    # Acceptance by hand
-    **{f"prompts {none}": Refusal(
-        lambda at, none=none: measure_acceptance(at.target, at.drafter, none), ("prompts", str(none), "at least one")
-    ) for none in ([], None)},
-    **{f"a prompt {type(each).__name__}": Refusal(
-        lambda at, each=each: measure_acceptance(at.target, at.drafter, [each]),
-            (type(each).__name__, "expected", "[1, seq]")
-    ) for each in ("hello", 4, BatchEncoding({"input_ids": prompt(3)}))},
-    "two prompts in one": Refusal(
-        lambda at: measure_acceptance(at.target, at.drafter, [torch.ones(2, 5, dtype=torch.long)]),
-            ("[2, 5]", "[1, seq]")
-    ),
-    "room for no round": Refusal(
-        lambda at: measure_acceptance(at.target, at.drafter, [prompt(5)], max_new_tokens=2),
-            ("max_new_tokens", "2", "at least 3")
-    ),
-    "more drafts than there are": Refusal(
-        lambda at: measure_acceptance(at.target, at.drafter, [prompt(5)], num_assistant_tokens=99), ("99",)
-    ),
-    **{f"{count} drafts": Refusal(lambda at,
-        count=count: Local(at.target, at.drafter, {"num_assistant_tokens": count}), (str(count),))
-       for count in (0, 99)},
-    "a tree of nothing": Refusal(lambda at: Local(at.target, at.drafter, {"tree_budget": 0}),
-        ("tree_budget", "0", "expected")),
-    # Learning while serving
-    "a drafter that cannot learn": Refusal(
-        lambda at: DeepseekV4MTPDrafter(at.target.config).adapt(at.target), ("DeepseekV4MTPDrafter", "cannot learn")
-    ),
-    "one without weights": Refusal(lambda at: PromptLookupDrafter(at.target).adapt(at.target),
-        ("PromptLookupDrafter", "cannot learn")),
-    "one of another target": Refusal(lambda at: tiny_drafter(tiny_target(hidden_size=48)).adapt(at.target),
-        ("hidden_size",)),
-    "heads that there are not": Refusal(lambda at: at.drafter.adapt(at.target, arms="heads"), ("heads", "no heads")),
-    "learning twice": Refusal(
-        lambda at: (at.drafter.adapt(at.target), at.drafter.adapt(at.target)), ("learns already", "stop()")
-    ),
-    **{f"adapting with {name} {value}": Refusal(
-        lambda at, given={name: value}: at.drafter.adapt(at.target, **given), (f"`{name}`", expected))
-       for name, value, expected in (
-        ("policy", "sometimes", "bandit"), ("recipe", "none", "ours"), ("arms", (), "heads"),
-            ("arms", ("tail",), "heads"),
-        ("every", 0, "0"), ("steps", 1.5, "1.5"), ("rows", -1, "-1"), ("num_anchors", True, "True"),
-            ("horizon", 0, "0"),
-        ("most_bytes", 0, "0"), ("seed", "1", "1"), ("learning_rate", 0, "0"), ("learning_rate", math.inf, "inf"),
-        ("arm", "all", "arms"))},
+    "a broken target": (
+        dict(target=lambda at: broken(at.target, "lm_head.weight", math.inf)), ("target", "not finite", "lm_head")),
+    "no vocabulary to choose": (dict(then=["choose_vocabulary"]), ("draft_vocab_size", "0", "at least 1")),
+    "a vocabulary of a stream": (
+        dict(drafter=tiny(draft_vocab_size=4), data=STREAMED, then=["choose_vocabulary"]),
+            ("Iterable", "known length")),
+    "another metric": (dict(metric_for_best_model="nothing", then=["train"], **SAVES), ("'nothing'", "expected tau")),
+    "a metric of nobody": (dict(metric_for_best_model="eval_tau", then=["train"], **SAVES), ("AcceptanceCallback",)),
+    "no checkpoint": (dict(then=["train", True]), ("No checkpoint", "resume_from_checkpoint")),
+    "no such checkpoint": (dict(then=["train", "nowhere"]), ("'nowhere'", "no such folder")),
 }  # fmt: skip
 
 
@@ -601,79 +467,137 @@ def at(tmp_path, target):
     return SimpleNamespace(folder=tmp_path, target=target, drafter=tiny_drafter(target))
 
 
-@refused(TRAINER)
-def test_training_is_refused_in_one_line(refusal, at):
+@pytest.mark.parametrize("name", TRAINER)
+def test_a_trainer_is_refused_in_one_line_before_any_work(name, at):
+    given, words = TRAINER[name]
+    given = {key: value(at) if callable(value) else value for key, value in given.items()}
+    (then, *wanted), target = given.pop("then", [None]), given.pop("target", at.target)
+    drafter, data = given.pop("drafter", None) or tiny_drafter(target), given.pop("data", rows(2))
+
+    def call():
+        trainer = trainer_for(at.folder, target, drafter, data, given.pop("held_out", None), **given)
+        getattr(trainer, then)(*wanted)
+
+    Refusal(call, words).check()
+    assert not list(at.folder.rglob("features-*")) and not list(at.folder.glob("checkpoint-*"))
+
+
+def measured(words, *prompts, **options):
+    prompts = prompts and list(prompts)
+    return Refusal(
+        lambda at: measure_acceptance(at.target, at.drafter, prompts or options.pop("none"), **options), words
+    )
+
+
+def locally(words, **options):
+    return Refusal(lambda at: Local(at.target, at.drafter, options), words)
+
+
+def adapted(words, *options):
+    return Refusal(lambda at: at.drafter.adapt(at.target, **dict(options)), words)
+
+
+def plain(words, *args, **kwargs):
+    return Refusal(lambda at: HyperDFlashTrainer(at.drafter, at.target, *args, **kwargs), words)
+
+
+ARGS = HyperDFlashTrainingArguments("unused", use_cpu=True)
+CALLS = {
+    "another tokenizer": plain(("vocabulary 64",), ARGS, processing_class=AutoTokenizer.from_pretrained(TINY)),
+    "a name of a tokenizer": plain(("processing_class", "str", "expected"), processing_class="x"),
+    "other arguments": plain(("TrainingArguments", "HyperDFlashTrainingArguments"), TrainingArguments("unused")),
+    "no prompts": measured(("prompts", "[]", "at least one"), none=[]),
+    "None": measured(("prompts", "None", "at least one"), none=None),
+    **{f"a prompt {type(each).__name__}": measured((type(each).__name__, "expected", "[1, seq]"), each)
+       for each in ("hello", 4, BatchEncoding({"input_ids": prompt(3)}))},
+    "two prompts in one": measured(("[2, 5]", "[1, seq]"), torch.ones(2, 5, dtype=torch.long)),
+    "room for no round": measured(("max_new_tokens", "2", "at least 3"), prompt(5), max_new_tokens=2),
+    "no prompts to call back": Refusal(lambda at: AcceptanceCallback(at, []), ("prompts", "[]")),
+    "too few tokens": Refusal(lambda at: AcceptanceCallback(at, [prompt(9)], max_new_tokens=1),
+        ("max_new_tokens", "1")),
+    **{f"{count} drafts": locally((str(count),), num_assistant_tokens=count) for count in (0, 99)},
+    "a tree of nothing": locally(("tree_budget", "0", "expected"), tree_budget=0),
+    "heads that there are not": adapted(("heads", "no heads"), ("arms", "heads")),
+    **{f"adapting with {name} {value}": adapted((f"`{name}`", expected), (name, value)) for name, value, expected in (
+        ("policy", "sometimes", "bandit"), ("recipe", "none", "ours"), ("arms", (), "heads"),
+            ("arms", "tail", "heads"),
+        ("every", 0, "0"), ("steps", 1.5, "1.5"), ("rows", -1, "-1"), ("num_anchors", True, "True"),
+            ("horizon", 0, "0"),
+        ("most_bytes", 0, "0"), ("seed", "1", "1"), ("learning_rate", 0, "0"), ("learning_rate", math.inf, "inf"),
+        ("arm", "all", "arms"))},
+    "a drafter that cannot learn": Refusal(
+        lambda at: DeepseekV4MTPDrafter(at.target.config).adapt(at.target), ("DeepseekV4MTPDrafter", "cannot learn")),
+    "one without weights": Refusal(lambda at: PromptLookupDrafter(at.target).adapt(at.target), ("PromptLookup",)),
+    "one of another target": Refusal(
+        lambda at: tiny_drafter(tiny_target(hidden_size=48)).adapt(at.target), ("hidden_size",)),
+    "learning twice": Refusal(
+        lambda at: (at.drafter.adapt(at.target), at.drafter.adapt(at.target)), ("learns already", "stop()")),
+}  # fmt: skip
+
+
+@refused(CALLS)
+def test_a_call_is_refused_in_one_line(refusal, at):
     refusal.check(at)
-    assert not list(at.folder.rglob("*.safetensors")) or (at.folder / "saved").exists()
 
 
 # Feature caches
 
-CACHED = [(4,), (9,), (5, 12)]
-usage = namedtuple("usage", "total used free")
+CACHED, GPT2 = [(4,), (9,), (5, 12)], GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
 
 
-def write(at, rows=None, target=None, **kwargs):
-    return FeatureCache.write(at.folder, rows or packed_rows(CACHED), target or at.target, **kwargs)
-
-
-def edited(edit):
+def write(at, edit=lambda rows: None, target=None, **kwargs):
     rows = packed_rows(CACHED)
     edit(rows)
-    return rows
+    return FeatureCache.write(at.folder, rows, target or at.target, **{"shard_size": 1, **kwargs})
 
 
-def column(name, place, value):
-    return lambda row: row[name].__setitem__(place, value)
+def put(row, column, place, value):
+    return lambda rows: rows[row][column].__setitem__(place, value)
+
+
+def overflow(row):
+    def edit(rows):
+        for each in rows:
+            each["input_ids"] = [token if token != 5 else 6 for token in each["input_ids"]]
+        rows[row]["input_ids"][-1] = 5
+
+    def call(at):
+        at.target.model.embed_tokens.weight.data[5] = torch.inf
+        write(at, edit)
+
+    return call
 
 
 MALFORMED = {
-    "no mask": (lambda row: row.pop("loss_mask"), ("Row 1", "loss_mask", "missing")),
-    "a short mask": (lambda row: row["loss_mask"].pop(), ("Row 1", "[8]", "one length")),
-    "nothing": (lambda row: [values.clear() for values in row.values()], ("Row 1", "at least 1")),
-    "an id too large": (column("input_ids", 0, 64), ("Row 1", "64", "vocabulary of 64")),
-    "an id below 0": (column("input_ids", 0, -100), ("Row 1", "-100")),
-    "a mask of -100": (column("loss_mask", 0, -100), ("Row 1", "loss_mask", "-100")),
-    "a mask of 2": (column("loss_mask", 0, 2), ("Row 1", "loss_mask", "to 2")),
-    "a first position": (column("position_ids", 0, 1), ("row 1", "position_ids")),
-    "a position again": (column("position_ids", 5, 4), ("row 1", "position_ids")),
-    "a last position": (column("position_ids", -1, 7), ("row 1", "position_ids")),
+    "no mask": (lambda rows: rows[1].pop("loss_mask"), ("Row 1", "loss_mask", "missing")),
+    "a short mask": (lambda rows: rows[1]["loss_mask"].pop(), ("Row 1", "[8]", "one length")),
+    "nothing": (lambda rows: [values.clear() for values in rows[1].values()], ("Row 1", "at least 1")),
+    "an id too large": (put(1, "input_ids", 0, 64), ("Row 1", "64", "vocabulary of 64")),
+    "an id below 0": (put(1, "input_ids", 0, -100), ("Row 1", "-100")),
+    "a mask of -100": (put(1, "loss_mask", 0, -100), ("Row 1", "loss_mask", "-100")),
+    "a mask of 2": (put(1, "loss_mask", 0, 2), ("Row 1", "loss_mask", "to 2")),
+    "a first position": (put(1, "position_ids", 0, 1), ("row 1", "position_ids")),
+    "a position again": (put(1, "position_ids", 5, 4), ("row 1", "position_ids")),
+    "a last position": (put(1, "position_ids", -1, 7), ("row 1", "position_ids")),
+    "no rows": (list.clear, ("empty",)),
 }
-OVERFLOWS = {"of one document": 1, "of several": 2}
-
-
-def overflowing(at, place):
-    at.target.model.embed_tokens.weight.data[5] = torch.inf
-    data = packed_rows(CACHED)
-    for row in data:
-        row["input_ids"] = [token if token != 5 else 6 for token in row["input_ids"]]
-    data[place]["input_ids"][-1] = 5
-    write(at, data, shard_size=1)
-
-
-GPT2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
 CACHES = {
-    **{f"rows with {name}": Refusal(lambda at, edit=edit: write(at, edited(lambda rows: edit(rows[1]))), words)
+    **{f"rows with {name}": Refusal(lambda at, edit=edit: write(at, edit), words)
        for name, (edit, words) in MALFORMED.items()},
-    "no rows": Refusal(lambda at: FeatureCache.write(at.folder, [], at.target), ("empty",)),
-    "a stream": Refusal(
-        lambda at: write(at, Dataset.from_list(packed_rows(CACHED)).to_iterable_dataset()),
-            ("IterableDataset", "streaming")
-    ),
+    "a stream": Refusal(lambda at: FeatureCache.write(at.folder, STREAMED, at.target),
+        ("IterableDataset", "streaming")),
     "another number format": Refusal(lambda at: write(at, dtype="int8"), ("'int8'", "'bfloat16'")),
-    **{f"infinities {name}": Refusal(lambda at, place=place: overflowing(at, place), (f"row {place}", "not finite"))
-       for name, place in OVERFLOWS.items()},
+    "infinities in one document": Refusal(overflow(1), ("row 1", "not finite")),
+    "infinities in the last of several": Refusal(overflow(2), ("row 2", "not finite")),
     "another model": Refusal(lambda at: write(at, target=GPT2LMHeadModel(GPT2)), ("gpt2", "expected", "DeepSeek-V4")),
     "a digest of another model": Refusal(lambda at: target_fingerprint(GPT2LMHeadModel(GPT2)), ("gpt2", "expected")),
     "a digest without values": Refusal(lambda at: target_fingerprint(at.target.to("meta")), ("embed_tokens", "meta")),
-    "nothing in the folder": Refusal(lambda at: FeatureCache(at.folder, at.target),
-        ("No feature cache", "FeatureCache.write")),
+    "no cache": Refusal(lambda at: FeatureCache(at.folder, at.target), ("No feature cache", "FeatureCache.write")),
     **{f"a target {wrong}": Refusal(lambda at, wrong=wrong: FeatureCache(at.folder, wrong),
         ("target", repr(wrong)[:4]))
        for wrong in ("org/name", None)},
     "no folder": Refusal(lambda at: FeatureCache(None, at.target), ("directory", "None", "expected")),
-    "no folder to write": Refusal(lambda at: FeatureCache.write(None, packed_rows(CACHED), at.target),
-        ("directory", "None")),
+    "no folder to write": Refusal(lambda at: FeatureCache.write(None, [], at.target), ("directory", "None")),
 }  # fmt: skip
 
 
@@ -681,10 +605,6 @@ CACHES = {
 def test_a_cache_is_refused_in_one_line_before_anything_is_written(refusal, at):
     refusal.check(at)
     assert not list(at.folder.iterdir()) or "not finite" in refusal.words
-
-
-def other_target(**fields):
-    return lambda at: write(at, target=tiny_target(**fields))
 
 
 def renamed(at):
@@ -698,70 +618,62 @@ def retrained(at):
     write(at)
 
 
-def without_its_layers(at):
+def another_head(at):
     other = tiny_target(1)
     other.model.layers = torch.nn.ModuleList()
     FeatureCache(at.folder, other)
 
 
-def list_of(at):
-    return next(at.folder.glob("features-*.json"))
-
-
-def spoiled(written):
-    def call(at):
-        list_of(at).write_bytes(written)
-        FeatureCache(at.folder, at.target)
-
-    return call
-
-
-def damaged(damage):
-    def call(at):
-        damage(sorted(at.folder.glob("*.safetensors"))[1])
-        FeatureCache(at.folder, at.target)
-
-    return call
-
-
 def incomplete_without_layers(at):
-    sorted(at.folder.glob("*.safetensors"))[0].unlink()
+    next(at.folder.glob("*.safetensors")).unlink()
     at.target.model.layers = torch.nn.ModuleList()
     write(at)
 
 
-DAMAGED = ("damaged", "again")
+def after(pattern, spoil):
+    """Open it after a file was spoiled."""
+
+    def call(at):
+        spoil(sorted(at.folder.glob(pattern))[-1])
+        FeatureCache(at.folder, at.target)
+
+    return call
+
+
+def listing(text):
+    return after("features-*.json", lambda path: path.write_bytes(text))
+
+
+FIELDS = {"rope_theta": 20_000.0, "sliding_window": 9, "swiglu_limit": 8.0, "rms_norm_eps": 1e-5, "index_topk": 3,
+          "hc_sinkhorn_iters": 5, "a_field_of_models_to_come": 1}  # fmt: skip
+OTHER_ROWS = {
+    "tokens": put(2, "input_ids", 5, 3), "masks": put(0, "loss_mask", 0, 1), "number": list.pop,
+    "packing": put(1, "position_ids", slice(4, 9), range(5)),
+}  # fmt: skip
+DAMAGED, UNFINISHED = ("damaged", "again"), ("unfinished", "1 of 3", "FeatureCache.write")
 MIXED = {
     "another target": Refusal(renamed, ("another target", "org/two", "head weights", "body weights")),
     "one other value": Refusal(retrained, ("another target", "body weights")),
-    "another head alone": Refusal(without_its_layers, ("another target", "head weights")),
-    **{f"another {field}": Refusal(other_target(**{field: value}), ("another target", field, str(value))) for field,
-        value in (
-        ("rope_theta", 20_000.0), ("sliding_window", 9), ("swiglu_limit", 8.0), ("rms_norm_eps", 1e-5),
-            ("index_topk", 3),
-        ("hc_sinkhorn_iters", 5), ("a_field_of_models_to_come", 1))},
+    "another head alone": Refusal(another_head, ("another target", "head weights")),
+    **{f"another {field}": Refusal(
+        lambda at, given={field: value}: write(at, target=tiny_target(**given)), ("another target", field, str(value)))
+       for field, value in FIELDS.items()},
     "more layers": Refusal(lambda at: write(at, target_layer_ids=[1, -1]), ("[-1]", "[1, -1]")),
-    "more layers, opened": Refusal(lambda at: FeatureCache(at.folder, at.target).select_layers([0]), ("[-1]", "[0]")),
+    "other layers": Refusal(lambda at: FeatureCache(at.folder, at.target).select_layers([0]), ("[-1]", "[0]")),
     "another number format": Refusal(lambda at: write(at, dtype="float8"), ("dtype", "bfloat16", "float8")),
-    **{f"other {name}": Refusal(lambda at, edit=edit: write(at, edited(edit), shard_size=1),
-        ("other data", "another directory"))
-       for name, edit in (
-        ("tokens", lambda rows: column("input_ids", 5, 3)(rows[2])),
-            ("masks", lambda rows: column("loss_mask", 0, 1)(rows[0])),
-        ("packing", lambda rows: rows[1]["position_ids"].__setitem__(slice(4, 9), range(5))), ("number", list.pop))},
-    "damaged JSON": Refusal(spoiled(b'{"version": 3, "identi'), DAMAGED),
-    "no text": Refusal(spoiled(b"\x93\xff\x00"), DAMAGED),
-    "an earlier format": Refusal(spoiled(b'{"version": 1}'), ("version 1", "3")),
-    "no list": Refusal(spoiled(b"[]"), DAMAGED),
-    "another list": Refusal(spoiled(b'{"weight_map": {}}'), DAMAGED),
-    "a list without parts": Refusal(spoiled(b'{"version": 3}'), DAMAGED),
+    **{f"other {name}": Refusal(lambda at, edit=edit: write(at, edit), ("other data", "another directory"))
+       for name, edit in OTHER_ROWS.items()},
+    "damaged JSON": Refusal(listing(b'{"version": 3, "identi'), DAMAGED),
+    "no text": Refusal(listing(b"\x93\xff\x00"), DAMAGED),
+    "an earlier format": Refusal(listing(b'{"version": 1}'), ("version 1", "3")),
+    "no list": Refusal(listing(b"[]"), DAMAGED),
+    "a list without parts": Refusal(listing(b'{"version": 3}'), DAMAGED),
     "an earlier release": Refusal(
-        lambda at: (list_of(at).rename(at.folder / "features.json"), FeatureCache(at.folder, at.target)),
-            ("features.json", "earlier release")
-    ),
-    **{f"{name} part": Refusal(damaged(damage), ("unfinished", "1 of 3", "FeatureCache.write")) for name, damage in (
-        ("a cut", lambda path: os.truncate(path, 100)), ("half a", lambda path: os.truncate(path, 2000)),
-            ("no", os.unlink))},
+        after("*.json", lambda path: path.rename(path.with_name("features.json"))),
+            ("features.json", "earlier release")),
+    "a cut part": Refusal(after("*.safetensors", lambda path: os.truncate(path, 100)), UNFINISHED),
+    "half a part": Refusal(after("*.safetensors", lambda path: os.truncate(path, 2000)), UNFINISHED),
+    "no part": Refusal(after("*.safetensors", os.unlink), UNFINISHED),
     "no layers to run": Refusal(incomplete_without_layers, ("no layers", "num_hidden_layers=0")),
 }  # fmt: skip
 
@@ -769,7 +681,7 @@ MIXED = {
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
-    FeatureCache.write(folder, packed_rows(CACHED), tiny_target(), shard_size=1)
+    write(SimpleNamespace(folder=folder, target=tiny_target()))
     return folder
 
 
@@ -778,12 +690,13 @@ def test_a_cache_of_something_else_is_refused_and_left_as_it_is(refusal, at, cac
     at.folder = shutil.copytree(cache, at.folder / "cache")
     before = {path.name: path.read_bytes() for path in cache.glob("*.safetensors")}
     refusal.check(at)
-    for path in at.folder.glob("*.safetensors"):
-        assert path.read_bytes() == before[path.name] or "unfinished" in refusal.words
+    left = {path.name: path.read_bytes() for path in at.folder.glob("*.safetensors")}
+    assert left.items() <= before.items() or "unfinished" in refusal.words
 
 
 def test_a_disk_without_room_for_features_is_told_before_writing(at, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 64 * 2**20 + 2_000))
+    usage = shutil.disk_usage(at.folder)._replace(free=64 * 2**20 + 2_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     Refusal(lambda: write(at), ("kB more", "67.1 MB", "float8", "online")).check()
     assert not list(at.folder.glob("*.safetensors")) and not list(at.folder.glob("*.json"))
-    write(at, packed_rows([(4,)]))  # fits
+    write(at, lambda rows: rows.__delitem__(slice(1, None)))  # fits

@@ -24,9 +24,14 @@ from ..helpers.headed_drafters import headed
 from ..helpers.unrolled import unrolled
 
 EAGER = {"policy": "always", "every": 1, "steps": 2, "rows": 4, "num_anchors": 16, "learning_rate": 1e-2, "share": 1.0}
-
-
 TURNS = 12
+
+
+@pytest.fixture
+def drafter(target):
+    drafter = tiny_drafter(target)
+    drafter.bind(target)
+    return drafter
 
 
 def answer(target, drafter, ids, **kwargs):
@@ -114,7 +119,6 @@ def test_padding_is_no_lesson():
 
 
 def test_a_turn_on_a_filled_cache_is_a_lesson_of_its_own(target, drafter):
-    drafter.bind(target)
     learning = drafter.adapt(target, policy="never")
     first = target.generate(
         prompt(9), assistant_model=drafter, do_sample=False, max_new_tokens=12, return_dict_in_generate=True
@@ -186,7 +190,6 @@ def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample, asked)
 
 
 def test_after_a_reset_it_learns_the_same_again(target, drafter):
-    drafter.bind(target)
     learning, learned = drafter.adapt(target, **EAGER), []
     for _ in range(2):
         for seed in range(5):
@@ -197,39 +200,25 @@ def test_after_a_reset_it_learns_the_same_again(target, drafter):
     assert same(*learned) and not same(learned[0], weights_of(drafter))
 
 
-def test_what_does_not_help_is_taken_back(target, drafter, monkeypatch):
-    drafter.bind(target)
-    before = weights_of(drafter)
-    learning, told = drafter.adapt(target, **EAGER), iter(range(100, 0, -1))
-    monkeypatch.setattr(learning.learner, "expected_tau", lambda rows: torch.tensor([float(next(told))] * len(rows)))
-    monkeypatch.setattr(learning.bandit, "names", ["all"])
-    for seed in range(5):
-        answer(target, drafter, prompt(9, seed))
-    assert same(before, weights_of(drafter))
-    assert all(decision.gain < 0 for decision in learning.log[1:]) and len(learning.log) == 5
-    monkeypatch.setattr(learning.learner, "learn", lambda *arguments: None)
-    answer(target, drafter, prompt(9))
-    assert same(before, weights_of(learning.learner.copy))
-
-
-def test_where_nothing_is_proven_it_learns_on(target, drafter, monkeypatch):
-    drafter.bind(target)
+@pytest.mark.parametrize("gain", [-1.0, 0.0])
+def test_what_does_not_help_is_taken_back_and_where_nothing_is_proven_it_learns_on(target, drafter, monkeypatch, gain):
     before, copies = weights_of(drafter), []
-    learning = drafter.adapt(target, **EAGER)
-    monkeypatch.setattr(learning.learner, "expected_tau", lambda rows: torch.ones(len(rows)))
-    for seed in range(3):
+    learning, told = drafter.adapt(target, **EAGER), iter(range(100, 0, -1))
+    judged = lambda rows: torch.full((len(rows),), float(next(told)) if gain else 1.0)  # noqa: E731
+    monkeypatch.setattr(learning.learner, "expected_tau", judged)
+    for seed in range(4):
         answer(target, drafter, prompt(9, seed))
         copies.append(weights_of(learning.learner.copy))
+    assert same(before, weights_of(drafter)) and len(learning.log) == 4
+    assert all((decision.gain < 0) == (gain < 0) for decision in learning.log[1:])
     monkeypatch.setattr(learning.learner, "learn", lambda *arguments: None)
     answer(target, drafter, prompt(9))
-    assert same(before, weights_of(drafter)) and learning._share == learning.config.share
-    assert not same(copies[0], copies[1]) and same(copies[2], weights_of(learning.learner.copy))
+    assert same(before if gain else copies[-1], weights_of(learning.learner.copy)) and not same(*copies[:2])
 
 
 def test_what_serves_is_a_share_of_what_is_learned_and_is_judged_by_what_comes_after(target, drafter, monkeypatch):
     """The share is a quarter; each judgement reads the requests since the update alone, and has served and learned
     weights before it as they were."""
-    drafter.bind(target)
     before, seen = weights_of(drafter), []
     learning = drafter.adapt(target, **{**EAGER, "every": 2, "share": 0.25})
 
@@ -303,7 +292,6 @@ def test_served_in_bfloat16_learned_in_float32():
 
 
 def test_text_drawn_at_random_takes_no_random_numbers_for_learning(target, drafter):
-    drafter.bind(target)
     options = {"do_sample": True, "max_new_tokens": 30}
 
     def drawn():
@@ -347,7 +335,6 @@ def test_drawn_text_keeps_its_distribution_while_the_drafter_learns():
 
 @pytest.mark.nightly  # two threads write and learn
 def test_two_threads_serve_while_one_of_them_learns(target, drafter):
-    drafter.bind(target)
     plain = {seed: target.generate(prompt(9, seed), do_sample=False, max_new_tokens=30) for seed in range(4)}
     meet = threading.Barrier(2)
 
@@ -365,7 +352,7 @@ def test_two_threads_serve_while_one_of_them_learns(target, drafter):
 
 def test_another_targets_text_is_not_learned(target, drafter):
     other = tiny_target(seed=3)
-    drafter.bind(target), drafter.bind(other)
+    drafter.bind(other)
     with drafter.adapt(target, **EAGER) as learning:
         answer(other, drafter, prompt(9))
         assert not learning.log
@@ -374,7 +361,6 @@ def test_another_targets_text_is_not_learned(target, drafter):
 
 
 def test_a_failure_loses_no_text_and_ends_the_learning(target, drafter, monkeypatch, caplog):
-    drafter.bind(target)
     plain = answer(target, drafter, prompt(9))
     learning = drafter.adapt(target, **EAGER)
 
@@ -389,7 +375,6 @@ def test_a_failure_loses_no_text_and_ends_the_learning(target, drafter, monkeypa
 
 
 def test_an_adapted_drafter_is_saved_as_it_is(target, drafter, tmp_path):
-    drafter.bind(target)
     with drafter.adapt(target, **EAGER):
         for seed in range(6):
             answer(target, drafter, prompt(9, seed))
@@ -547,7 +532,6 @@ def test_a_fall_of_acceptance_lets_it_try_again():
 
 
 def test_a_trial_stops_where_its_time_is_over(target, drafter, monkeypatch):
-    drafter.bind(target)
     learning = drafter.adapt(target, **{**EAGER, "policy": "bandit", "steps": 50, "arms": "all"})
     left = iter([1e-9, 1e9])
     monkeypatch.setattr(learning.bandit, "trial_seconds_left", lambda: 1.0)
@@ -562,7 +546,6 @@ def test_a_trial_stops_where_its_time_is_over(target, drafter, monkeypatch):
 
 
 def test_earlier_text_is_kept_when_another_kind_begins(target, drafter):
-    drafter.bind(target)
     learning = drafter.adapt(target, policy="never")
     answer(target, drafter, prompt(9)), answer(target, drafter, prompt(9, 1))
     learning.bandit.record_request = lambda tau, seconds: True

@@ -345,11 +345,6 @@ READING = {  # a dictionary
     "Qwen2.5": calling(
         """{{- '{"name": "' + tool_call.name + '", "arguments": ' }}{{- tool_call.arguments|tojson }}"""
     ),
-    "whole call": calling("{{- tool_call | tojson }}"),
-    "Qwen3": calling(
-        "{{- tool_call.name }}{%- if tool_call.arguments is string %}{{- tool_call.arguments }}{%- else %}"
-        "{{- tool_call.arguments | tojson }}{%- endif %}"
-    ),
     "GLM-4.5": calling(
         "{{- tool_call.name }}{%- set _args = tool_call.arguments %}{%- for k, v in _args.items() %}"
         "{{- '<arg_key>' + k + '</arg_key>' }}{{- v | tojson if v is not string else v }}{%- endfor %}"

@@ -39,12 +39,15 @@ def run(tmp_path, finished):
 
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda path: os.truncate(path, 99)])
 def test_a_checkpoint_that_is_not_whole_is_refused_with_the_newest_that_is(run, target, spoil):
+    expected = weights(HyperDFlashDrafter.from_pretrained(run / "checkpoint-6"))
     spoil(run / "checkpoint-6" / "trainer_state.json")  # written last: the others are whole where it is
     assert newest_complete(run)[0] == run / "checkpoint-4"
     trainer = trainer_for(run, target, tiny_drafter(target), rows(8), **SAVING)
     wanted = str(run / "checkpoint-6")
     words = ("checkpoint-6", str(run / "checkpoint-4"))
     Refusal(lambda: trainer.train(resume_from_checkpoint=wanted), words).check()
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+    assert torch.equal(weights(trainer.model), expected) and newest_complete(run)[0] == run / "checkpoint-6"
 
 
 def test_weights_alone_are_no_checkpoint_and_several_processes_parts_are_one(run, target):

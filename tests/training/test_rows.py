@@ -93,10 +93,12 @@ def sources_of(rows, folder):
     paths = [lines, marked, document, parts]
     if rows is ALIKE:  # which Arrow can hold as they are
         table = Dataset.from_list(rows)
-        table.to_parquet(folder / "rows.parquet")
+        (folder / "tables").mkdir()
+        for path in (folder / "rows.parquet", folder / "tables" / "train.parquet"):
+            table.to_parquet(path)
         table.save_to_disk(folder / "saved")
         DatasetDict({"train": table}).save_to_disk(folder / "splits")
-        paths += [folder / name for name in ("rows.parquet", "saved", "splits")]
+        paths += [folder / name for name in ("rows.parquet", "tables", "saved", "splits")]
         yield from (table, table.to_iterable_dataset())
     yield from (rows, IterableDataset.from_generator(lambda: iter(rows)))
     for path in map(str, paths):

@@ -9,6 +9,10 @@ LINES = (
     "{% for m in messages %}{{ ('<|assistant|>' if m.role == 'assistant' else '<|user|>') + '\n' }}"
     "{{ m.content + eos_token + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+WORDY = (  # no special token, and the prompt ends with a space
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if m.role != 'assistant' or not loop.last %}{{ '\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 # As gpt-oss's: reasoning by the name `thinking`, not beside text where a tool is called, and not of earlier turns.
 CHANNELS = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}"

@@ -36,7 +36,7 @@ from hf_hyperdflash.training.script import main as train
 from hf_hyperdflash.training.trials import Local
 
 from ..conftest import MODELS, prompt, tiny_drafter, tiny_target
-from ..helpers.chats import CALL, LINES, chat, templated
+from ..helpers.chats import CALL, LINES, WORDY, chat, templated
 from ..helpers.refusals import Refusal
 from ..helpers.tokenizers import JoiningPieces
 from ..helpers.training import packed_rows, rows, trainer_for
@@ -126,8 +126,6 @@ OPENS_REASONING = (  # as DeepSeek-R1's: the generation prompt opens reasoning t
     "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:<think>\n' }}{% endif %}"
 )
-PROMPT = "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-WORDY = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}" + PROMPT
 TAGGED = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
 CALLING = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
 ASKING = "{% for m in messages %}{{ raise_exception(m.content) if m.role == 'user' }}{{ m.content }}{% endfor %}"

@@ -12,7 +12,7 @@ from hf_hyperdflash.training.data.encoding import encode_chat, encode_prompts
 from hf_hyperdflash.training.data.messages import to_messages
 
 from ..conftest import MODELS
-from ..helpers.chats import BLOCKS, CALL, CHANNELS, LINES, chat, supervised, templated
+from ..helpers.chats import BLOCKS, CALL, CHANNELS, LINES, WORDY, chat, supervised, templated
 from ..helpers.refusals import Refusal
 from ..helpers.tokenizers import SlowPieces, trained
 
@@ -100,10 +100,6 @@ TAGGED_LINES = LINES.replace("{{ m.content + eos_token + '\n' }}", (
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}{{ '\n' }}"
     "{% else %}{{ m.content + eos_token + '\n' }}{% endif %}"
 ))  # fmt: skip
-WORDY = (  # no special token, and the prompt ends with a space
-    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if m.role != 'assistant' or not loop.last %}{{ '\n' }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
 TEMPLATES = {"spaced": SPACED, "lines": LINES, "bare": BARE, "tagged": TAGGED_LINES}
 KINDS = ("first", "always", "legacy", "bytes", "trimmed", "stripping")
 SENTENCE_PIECES = KINDS[:3]

@@ -15,7 +15,7 @@ from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
 from hf_hyperdflash.training.script import ScriptArguments, load_data
 
 from ..conftest import MODELS
-from ..helpers.chats import BLOCKS, CALL, CHANNELS, LINES, chat, templated
+from ..helpers.chats import BLOCKS, CALL, CHANNELS, LINES, WORDY, chat, templated
 
 # Sources: each row is trained on as it would be alone, whatever types the others have
 
@@ -266,8 +266,7 @@ LEFT_OUT = {  # template, rows, the numbers of those that are kept, and words of
     ),
     "answers that are written otherwise later": (
         BLOCKS, [{"messages": [{**m, "thinking": "so"} if m is CALL else m for m in USES]}, {"messages": USES}],
-            [0, 1],
-        [("2 answers", "1 of 2", "row 1")],
+        [0, 1], [("2 answers", "1 of 2", "row 1")],
     ),
     "what the template does not write": (
         SILENT,
@@ -282,15 +281,16 @@ LEFT_OUT = {  # template, rows, the numbers of those that are kept, and words of
         LINES, [{"messages": [MESSAGES[0], {**THREE, "train": False}]}, GOOD], [1],
         [("1 of 2", "row 0", "nothing left"), ("1 answers", "1 of 2", "row 0", "`train`")],
     ),
-    "answers that nothing asks for": (LINES, [{"messages": [THREE, *MESSAGES]}], [0],
-        [("1 answers", "1 of 1", "row 0")]),
+    "answers that nothing asks for": (
+        LINES, [{"messages": [THREE, *MESSAGES]}], [0], [("1 answers", "1 of 1", "row 0")],
+    ),
+    "an answer within a token of its prompt": (
+        lambda: templated(WORDY, "first"), [{"messages": chat("user: q", "Hello", "user: q", "Hello there, I am")}],
+        [0], [("1 answers", "1 of 1", "row 0", "begins before")],
+    ),
     "a cut that does not show": (
         UNCUT, [{"messages": [*MESSAGES, *MESSAGES], "truncated": True}, GOOD], [0, 1],
         [("1 answers", "1 of 2", "row 0", "token limit")],
-    ),
-    "an answer that the template does not write": (
-        LINES.replace("m.content + eos", "('' if m.content == 'It is three.' else m.content) + eos"),
-        [{"messages": [*MESSAGES, AGAIN, SO]}], [0], [],
     ),
     "an answer that the template leaves out": (
         LINES.replace("{% for m in messages %}", "{% for m in messages if m.content != 'It is three.' %}").replace(
@@ -323,7 +323,7 @@ LEFT_OUT = {  # template, rows, the numbers of those that are kept, and words of
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_no_row_stops_a_run_and_each_reason_is_told_once_with_its_first_row(name, caplog):
     template, rows, numbers, lines = LEFT_OUT[name]
-    tokenizer = template and templated(template)
+    tokenizer = template() if callable(template) else template and templated(template)
     kept, found = told(rows, tokenizer, caplog)
     assert kept == [told([rows[n]], tokenizer, caplog)[0][0] for n in numbers]
     assert len(found) == len(lines), found

@@ -149,10 +149,3 @@ def test_expected_rounds_equal_a_recursion_over_what_a_round_may_emit(data):
         torch.tensor([*anchors, -1]), torch.tensor([*rates, [0.5] * drafts]), torch.tensor([*following, 0])
     )
     assert found == pytest.approx(expected)
-
-
-def test_expected_rounds_are_the_walked_ones_where_nothing_is_left_to_chance():
-    anchors, matched = torch.arange(7), torch.tensor([1, 3, 2, 0, 3, 1, 1])
-    following = torch.tensor([4, 4, 4, 4, 3, 2, 1])
-    rates = (torch.arange(3) < matched.unsqueeze(-1)).float()
-    assert expected_rounds(anchors, rates, following) == len(walk_rounds(anchors, matched, following))

@@ -123,6 +123,8 @@ def test_the_record_tells_what_happened(train, caplog, capsys, tmp_path):
     }  # fmt: skip
     facts = settings_of(folder)
     assert {name: facts[name] for name in expected} == expected and not {"num_train_epochs", "eval_rows"} & set(facts)
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    assert any("eval_conditional_acceptance_2" in entry for entry in history)  # what no line has
     card = str(drafter_card(folder))
     for line in (
         "| schedule | cosine |", "| Adam's first beta | 0.9 |", "| gradients clipped to norm | 1 |",

@@ -32,7 +32,7 @@ from hf_hyperdflash.training.features.fingerprint import (
     tensor_digest,
 )
 from hf_hyperdflash.training.features.store import FeatureCache
-from hf_hyperdflash.training.losses.teacher import teacher_states
+from hf_hyperdflash.training.losses.objective import teacher_states
 
 from ..conftest import MODELS, tiny_drafter, tiny_target
 from ..helpers.refusals import Refusal

@@ -15,13 +15,9 @@ from hf_hyperdflash.benchmark.suites import load_suite
 from hf_hyperdflash.cli import app
 from hf_hyperdflash.hub import loading
 from hf_hyperdflash.hub.publish import planned_push
-from hf_hyperdflash.training.data.encoding import encode_prompts
-from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
-from hf_hyperdflash.training.script import main as train
 
 from ..conftest import MODELS, tiny_drafter, tiny_target
 from ..helpers.results_files import random_lines, written
-from ..helpers.tokenizers import trained
 
 DRAFTER = MODELS / "tiny-deepseek-v4-hyperdflash"
 LACKING = ["ascii", "latin-1", "cp1252"]
@@ -167,32 +163,6 @@ def written_as(path, rows, encoding):
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_rows_in_utf8_are_read_and_others_refused_at_once(suffix, streaming, tmp_path):
-    rows = [{"question": "café", "answer": f"thé {n}"} for n in range(3)]
-    for encoding in ("utf-8", "utf-8-sig"):
-        path = written_as(tmp_path / f"{encoding}{suffix}", rows, encoding)
-        assert list(load_rows(path, streaming=streaming)) == rows
-    for encoding in ("utf-16", "utf-16-le", "cp1252"):
-        path = written_as(tmp_path / f"{encoding}{suffix}", rows, encoding)
-        with pytest.raises(ValueError, match=r"UTF-8") as refused:
-            load_rows(path, streaming=streaming)
-        assert path in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_a_line_far_down_a_stream_or_in_a_folder_is_found_before_training(tmp_path):
-    lines = [json.dumps({"question": str(n), "answer": "so"}).encode() for n in range(1500)]
-    lines[1200] = '{"question": "é", "answer": "so"}'.encode("latin-1")
-    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
-    (tmp_path / "parts" / "b").mkdir(parents=True)
-    (tmp_path / "parts" / "b" / "rows.json").write_bytes(lines[1200])
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1201"):
-        load_rows(str(tmp_path / "rows.jsonl"), streaming=True)
-    with pytest.raises(ValueError, match=r"rows\.json:1"):
-        load_rows(str(tmp_path / "parts"))
-
-
 def test_suites_in_utf8_are_read_and_others_refused_with_their_line(tmp_path):
     rows = [{"turns": ["café"]}, {"turns": ["thé"]}]
     for encoding in ("utf-8", "utf-8-sig"):
@@ -205,36 +175,3 @@ def test_suites_in_utf8_are_read_and_others_refused_with_their_line(tmp_path):
     (tmp_path / "mine.jsonl").write_text(json.dumps({"turns": ["so"]}) + "\n" + json.dumps({"turns": [HALF]}))
     with pytest.raises(ValueError, match=r"mine\.jsonl, line 2"):
         load_suite("mine", tmp_path)
-
-
-def test_half_a_character_of_a_row_is_a_reason(tmp_path, caplog):
-    tokenizer = trained("bytes")
-    tokenizer.chat_template = "{% for m in messages %}{{ '<|user|>' + m.content + '</s>' }}{% endfor %}"
-    good, half = ({"question": "hi", "answer": text} for text in ("It is 😀", HALF))
-    written_as(tmp_path / "rows.jsonl", [], "utf-8")
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [good, half])))
-    for rows in ([good, half], load_rows(str(tmp_path / "rows.jsonl"), streaming=True)):
-        caplog.clear()
-        assert len(list(prepare_dataset(rows, tokenizer, max_length=60))) == 1
-        assert "row 1" in caplog.text and "\\ud83d" in caplog.text
-    with pytest.raises(ValueError, match=r"Row 0 .*\\ud83d"):
-        encode_prompts(tokenizer, [{"question": HALF, "answer": ""}])
-
-
-def test_chat_templates_are_utf8_with_or_without_its_mark(dense_pair, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("loaded"))
-    template, rows = tmp_path / "chat.jinja", tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "hi", "answer": "so"}\n')
-    answers = ["answers", "--target", dense_pair[0], "--data", rows, "--output", tmp_path / "out.jsonl"]
-    training = ["--target", dense_pair[0], "--dataset", rows, "--output_dir", tmp_path / "out", "--chat_template"]
-    for encoding in ("utf-16", "cp1252"):
-        template.write_text("{# é #}{{ messages }}", encoding=encoding)
-        status, _, said = command(monkeypatch, "utf-8", *answers, "--chat-template", template)
-        assert status == 1 and str(template) in said and "UTF-8" in said
-        with pytest.raises(ValueError, match=r"chat\.jinja.*UTF-8"):
-            train(list(map(str, [*training, template])))
-    from hf_hyperdflash.training.data.templates import read_chat_template
-
-    for encoding in ("utf-8", "utf-8-sig"):
-        template.write_text("{# é #}{{ messages }}", encoding=encoding)
-        assert read_chat_template(template, "--chat-template") == "{# é #}{{ messages }}"

@@ -1,25 +1,27 @@
 """Acceptance metrics against loops, and acceptance measured by generating while training."""
 
 import importlib.util
-import random
-import re
 import socket
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import BatchEncoding, EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from hf_hyperdflash import bind
 from hf_hyperdflash.decoding.bind import BoundTarget
 
 from ..conftest import CSA, SLIDING, prompt, tiny_drafter, tiny_target
+from ..helpers.refusals import Refusal
+from ..helpers.training import trainer_for as any_trainer
 
 if not importlib.util.find_spec("evaluate"):
     pytest.skip("needs evaluate (the train extra)", allow_module_level=True)
@@ -32,8 +34,6 @@ from datasets import Dataset
 from hf_hyperdflash.benchmark.metrics.acceptance_length import AcceptanceLength
 from hf_hyperdflash.benchmark.metrics.per_position_acceptance import PerPositionAcceptance
 from hf_hyperdflash.training.acceptance import AcceptanceCallback, gathered, measure_acceptance
-from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
-from hf_hyperdflash.training.trainer import HyperDFlashTrainer
 
 METRICS = Path(importlib.util.find_spec("hf_hyperdflash").origin).parent / "benchmark" / "metrics"
 PROMPTS = [prompt(9, vocab_size=6), prompt(14, seed=1, vocab_size=6), prompt(5, seed=2, vocab_size=6)]
@@ -45,72 +45,43 @@ def pair():
     return target, tiny_drafter(target, num_hidden_layers=1)
 
 
-@pytest.fixture
-def length(tmp_path):
-    return AcceptanceLength(keep_in_memory=True, cache_dir=str(tmp_path))
-
-
-@pytest.fixture
-def positions(tmp_path):
-    return PerPositionAcceptance(keep_in_memory=True, cache_dir=str(tmp_path))
-
-
 # Metrics
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_acceptance_length_is_the_mean(length, seed):
-    rounds = [random.Random(seed).randint(1, 7) for _ in range(5 + seed)]
-    total = 0
-    for emitted in rounds:
-        total += emitted
-    assert length.compute(predictions=rounds) == {"acceptance_length": total / len(rounds), "rounds": len(rounds)}
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=12), st.sampled_from([None, 6, 8]), st.booleans())
+def test_metrics_equal_a_count_round_by_round(rounds, asked, as_tensor):
+    length, positions = AcceptanceLength(keep_in_memory=True), PerPositionAcceptance(keep_in_memory=True)
+    emitted = [drafts + 1 for drafts in rounds]
+    for part in (emitted[:2], emitted[2:]):
+        if part:
+            length.add_batch(predictions=torch.tensor(part) if as_tensor else part)
+    assert length.compute() == {"acceptance_length": sum(emitted) / len(emitted), "rounds": len(emitted)}
+    options = {} if asked is None else {"num_drafts": asked}
+    got = positions.compute(predictions=torch.tensor(rounds) if as_tensor else rounds, **options)
+    seen = max(rounds) if asked is None else asked
+    for k in range(1, seen + 1):
+        accepted, reached = (sum(drafts >= least for drafts in rounds) for least in (k, k - 1))
+        assert got["acceptance"][k - 1] == pytest.approx(accepted / len(rounds))
+        assert got["conditional_acceptance"][k - 1] == pytest.approx(accepted / reached if reached else 0.0)
+    assert len(got["acceptance"]) == len(got["conditional_acceptance"]) == seen
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_per_position_acceptance_equals_a_count_round_by_round(positions, seed):
-    rounds = [random.Random(seed).choice([0, 0, 1, 2, 4]) for _ in range(9)]
-    got = positions.compute(predictions=rounds, num_drafts=6)
-    for k in range(1, 7):
-        accepted = reached = 0
-        for drafts in rounds:
-            if drafts >= k - 1:
-                reached += 1
-                if drafts >= k:
-                    accepted += 1
-        assert got["acceptance"][k - 1] == accepted / len(rounds)
-        assert got["conditional_acceptance"][k - 1] == (accepted / reached if reached else 0.0)
-    assert len(got["acceptance"]) == len(got["conditional_acceptance"]) == 6
+METRIC = {"keep_in_memory": True}
+REFUSED = {
+    "no rounds": Refusal(lambda: AcceptanceLength(**METRIC).compute(predictions=[]), ("predictions", "empty")),
+    "no drafts": Refusal(lambda: PerPositionAcceptance(**METRIC).compute(predictions=[]), ("predictions", "empty")),
+    "a round of nothing": Refusal(lambda: AcceptanceLength(**METRIC).compute(predictions=[3, 0]), ("0", "at least")),
+    "more drafts than asked for": Refusal(
+        lambda: PerPositionAcceptance(**METRIC).compute(predictions=[1, 7], num_drafts=6), ("1 to 7", "0 to 6")
+    ),
+    "fewer than none": Refusal(lambda: PerPositionAcceptance(**METRIC).compute(predictions=[-1, 2]), ("-1 to 2",)),
+}
 
 
-def test_per_position_acceptance_reports_the_positions_seen(positions):
-    assert positions.compute(predictions=[2, 0])["acceptance"] == [0.5, 0.5]
-    assert positions.compute(predictions=[0, 0]) == {"acceptance": [], "conditional_acceptance": []}
-
-
-def test_metrics_take_batches_and_tensors(length, positions):
-    for part in ([3, 1], torch.tensor([5])):
-        length.add_batch(predictions=part)
-    assert length.compute() == {"acceptance_length": 3.0, "rounds": 3}
-    assert positions.compute(predictions=torch.tensor([1, 0]), num_drafts=1)["acceptance"] == [0.5]
-
-
-def test_metrics_refuse_what_cannot_be(length, positions):
-    for metric in (length, positions):
-        with pytest.raises(ValueError, match="`predictions` is empty"):
-            metric.compute(predictions=[])
-    with pytest.raises(ValueError, match="holds 0: a round emits at least"):
-        length.compute(predictions=[3, 0])
-    with pytest.raises(ValueError, match="runs from 1 to 7: expected 0 to 6"):
-        positions.compute(predictions=[1, 7], num_drafts=6)
-    with pytest.raises(ValueError, match="runs from -1 to 2"):
-        positions.compute(predictions=[-1, 2])
-
-
-def test_metrics_are_documented(length, positions):
-    for metric in (length, positions):
-        assert "HyperDFlash" in metric.citation and "per" in metric.description
-        assert "predictions" in metric.inputs_description and "predictions" in metric.compute.__doc__
+@pytest.mark.parametrize("refusal", REFUSED.values(), ids=REFUSED)
+def test_metrics_refuse_what_cannot_be(refusal):
+    refusal.check()
 
 
 def test_metrics_load_by_path_offline(tmp_path, monkeypatch):
@@ -154,8 +125,13 @@ def test_measure_acceptance_equals_generating_by_hand(num_drafts):
     assert measured["rounds"] == len(emitted) and measured["tokens"] == tokens
     assert measured["tau"] == sum(emitted) / len(emitted)
     assert measured["mean_accepted_drafts"] == sum(accepted) / len(accepted)
-    positions = range(1, 1 + (num_drafts or 6))
-    assert measured["acceptance"] == [sum(n >= k for n in accepted) / len(accepted) for k in positions]
+    rates = [sum(n >= k for n in accepted) / len(accepted) for k in range(1 + (num_drafts or 6))]
+    assert measured["acceptance"] == rates[1:]
+    assert measured["conditional_acceptance"] == pytest.approx(
+        [now / before if before else 0.0 for before, now in pairwise(rates)]
+    )
+    shortest = measure_acceptance(target, drafter, PROMPTS[:1], max_new_tokens=3)  # enough for a round
+    assert shortest["tokens"] == 3 and shortest["rounds"] == 1
 
 
 def test_tokens_per_second_are_over_the_whole_of_generate(monkeypatch):
@@ -168,58 +144,22 @@ def test_tokens_per_second_are_over_the_whole_of_generate(monkeypatch):
     assert measured["tokens_per_second"] == measured["tokens"] / forwards[0]
 
 
-def test_measure_acceptance_of_one_prompt_equals_its_speculation_stats():
+def test_measuring_drafts_in_eval_mode_and_leaves_the_models_as_they_were(capsys):
     target, drafter = pair()
-    measured = measure_acceptance(target, drafter, PROMPTS[:1], max_new_tokens=16)
-    stats = drafter.last_stats
-    assert measured["tau"] == stats.tau > 1 and measured["rounds"] == stats.rounds
-    assert measured["mean_accepted_drafts"] == stats.mean_accepted_drafts
-    assert measured["acceptance"] == pytest.approx(stats.acceptance)
-    assert measured["conditional_acceptance"] == pytest.approx(stats.conditional_acceptance)
-
-
-def test_measure_acceptance_leaves_the_models_as_they_were():
-    target, drafter = pair()
-    own_class = type(target)
+    own_class, modes = type(target), []
     drafter.train()
     drafter.layers[0].mlp.eval()
+    drafter.layers[0].self_attn.register_forward_hook(lambda module, *_: modes.append(module.training))
     before = [module.training for module in [*drafter.modules(), *target.modules()]]
     random_state = torch.get_rng_state()
     measure_acceptance(target, drafter, PROMPTS[:1], max_new_tokens=4)
-    with pytest.raises(ValueError, match="This drafter cannot draft 99 tokens"):
-        measure_acceptance(target, drafter, PROMPTS, num_assistant_tokens=99)
+    assert modes and not any(modes) and not capsys.readouterr().err  # a library is quiet
+    Refusal(lambda: measure_acceptance(target, drafter, PROMPTS, num_assistant_tokens=99), ("99",)).check()
     assert [module.training for module in [*drafter.modules(), *target.modules()]] == before
     assert type(target) is own_class
     assert torch.equal(torch.get_rng_state(), random_state)  # or evaluating would change the training after it
-    measure_acceptance(bind(target), drafter, PROMPTS[:1], max_new_tokens=4)
-    assert isinstance(target, BoundTarget)
-
-
-def test_measure_acceptance_shows_its_progress_where_it_is_asked_to(capsys):
-    target, drafter = pair()
-    measure_acceptance(target, drafter, PROMPTS, max_new_tokens=4)
-    assert not capsys.readouterr().err  # a library is quiet
-    measure_acceptance(target, drafter, PROMPTS, max_new_tokens=4, disable_tqdm=False)
-    assert "acceptance: " in capsys.readouterr().err
-
-
-class Watch(nn.Module):
-    """Notes the mode of the drafter it is part of at every call."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.modes = inner, []
-
-    def forward(self, *args, **kwargs):
-        self.modes.append(self.training)
-        return self.inner(*args, **kwargs)
-
-
-def test_measure_acceptance_drafts_in_eval_mode():
-    target, drafter = pair()
-    drafter.layers[0].mlp = Watch(drafter.layers[0].mlp)
-    measure_acceptance(target, drafter.train(), PROMPTS[:1], max_new_tokens=6)
-    assert drafter.layers[0].mlp.modes and not any(drafter.layers[0].mlp.modes)
+    measure_acceptance(bind(target), drafter, PROMPTS[:1], max_new_tokens=4, disable_tqdm=False)
+    assert isinstance(target, BoundTarget) and "acceptance: " in capsys.readouterr().err
 
 
 def test_measure_acceptance_takes_no_token_of_a_prompt_for_padding():
@@ -233,39 +173,8 @@ def test_measure_acceptance_of_a_float32_drafter_with_a_bfloat16_target():
     target, drafter = pair()
     target.to(torch.bfloat16)
     assert measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8)["tau"] > 1
-
-
-def test_measure_acceptance_of_a_drafter_wrapped_by_peft():
-    peft = pytest.importorskip("peft")
-    target, drafter = pair()
-    plain = measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8)
-    adapted = peft.get_peft_model(drafter, peft.LoraConfig(target_modules=["q_proj", "o_proj"]))
-    assert measurable(measure_acceptance(target, adapted, PROMPTS, max_new_tokens=8)) == measurable(plain)
-
-
-def test_measure_acceptance_refuses_what_cannot_be_measured():
-    target, drafter = pair()
-    for none in ([], None):
-        with pytest.raises(ValueError, match=rf"`prompts` is {re.escape(str(none))}: expected at least one prompt"):
-            measure_acceptance(target, drafter, none)
-    for prompts in (["hello"], [4, 5], [BatchEncoding({"input_ids": PROMPTS[0]})]):
-        message = rf"A prompt is .*, a {type(prompts[0]).__name__}: expected tensors of token ids `\[1, seq\]`"
-        with pytest.raises(ValueError, match=message) as raised:
-            measure_acceptance(target, drafter, prompts)
-        assert "\n" not in str(raised.value)
-    with pytest.raises(ValueError, match=r"has shape \[2, 5\], expected \[1, seq\]"):
-        measure_acceptance(target, drafter, [torch.ones(2, 5, dtype=torch.long)])
-    with pytest.raises(ValueError, match="`max_new_tokens` is 2, expected at least 3"):
-        measure_acceptance(target, drafter, PROMPTS, max_new_tokens=2)
     target.generation_config.eos_token_id = list(range(6))
-    with pytest.raises(ValueError, match="None of the 3 prompts led to a verification round"):
-        measure_acceptance(target, drafter, PROMPTS)
-
-
-def test_three_tokens_are_enough_for_a_round():
-    target, drafter = pair()
-    measured = measure_acceptance(target, drafter, PROMPTS[:1], max_new_tokens=3)
-    assert measured["tokens"] == 3 and measured["rounds"] == 1
+    Refusal(lambda: measure_acceptance(target, drafter, PROMPTS), ("3 prompts", "round")).check()
 
 
 # While training
@@ -279,16 +188,9 @@ def rows(count, seed=0):
 
 def trainer_for(tmp_path, eval_dataset=None, **fields):
     target, drafter = pair()
-    args = HyperDFlashTrainingArguments(
-        output_dir=str(tmp_path),
-        **{
-            "max_steps": 3, "per_device_train_batch_size": 2, "num_anchors": 8, "learning_rate": 0.02, "use_cpu": True,
-            "eval_strategy": "steps", "eval_steps": 1, "report_to": "none", "save_strategy": "no",
-            "disable_tqdm": True, **fields,
-        },
-    )  # fmt: skip
+    given = dict(num_anchors=8, learning_rate=0.02, eval_strategy="steps", eval_steps=1) | fields
     held_out = rows(2, seed=1) if eval_dataset is None else eval_dataset
-    trainer = HyperDFlashTrainer(drafter, target, args, train_dataset=rows(6), eval_dataset=held_out)
+    trainer = any_trainer(tmp_path, target, drafter, rows(6), held_out, **given)
     trainer.add_callback(AcceptanceCallback(trainer, PROMPTS, max_new_tokens=10))
     return trainer
 
@@ -352,7 +254,7 @@ def test_callback_shows_its_progress_on_a_terminal(tmp_path, capsys, monkeypatch
 
 
 def test_callback_generates_once_for_several_datasets(tmp_path):
-    trainer = trainer_for(tmp_path, {"code": rows(2, seed=1), "math": rows(2, seed=2)}, max_steps=1)
+    trainer = trainer_for(tmp_path, {"code": rows(2, seed=1), "math": rows(2, seed=2)}, max_steps=1, bf16=True)
     trainer.train()
     assert len(logged(trainer)) == 1 and "eval_code_teacher_forced_tau" in logged(trainer)[0]
     metrics = trainer.evaluate()
@@ -361,42 +263,15 @@ def test_callback_generates_once_for_several_datasets(tmp_path):
     assert {"eval_code_teacher_forced_tau", "eval_math_teacher_forced_tau"} <= metrics.keys()
 
 
-def test_callback_measures_again_when_the_weights_changed_at_the_same_step(tmp_path):
+def test_callback_measures_changed_weights_again_and_leaves_other_evaluations_alone(tmp_path):
     trainer = trainer_for(tmp_path)
+    assert not {"test_tau", "eval_tau"} & trainer.evaluate(metric_key_prefix="test").keys() and not logged(trainer)
     before = trainer.evaluate()
     with torch.no_grad():
         for parameter in trainer.model.layers.parameters():
             parameter.normal_()
     after = trainer.evaluate()
     assert by_hand(trainer).items() <= after.items() and after["eval_acceptance_1"] != before["eval_acceptance_1"]
-
-
-def test_callback_leaves_other_evaluations_alone(tmp_path):
-    trainer = trainer_for(tmp_path)
-    assert not {"test_tau", "eval_tau"} & trainer.evaluate(metric_key_prefix="test").keys()
-    assert not logged(trainer)
-
-
-def test_callback_before_early_stopping(tmp_path):
-    trainer = trainer_for(tmp_path, metric_for_best_model="tau", learning_rate=0.0, max_steps=9, save_strategy="best")
-    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
-    trainer.train()
-    assert trainer.state.global_step == 3 and trainer.state.best_global_step == 1
-
-
-def test_callback_with_mixed_precision(tmp_path):
-    trainer = trainer_for(tmp_path, bf16=True, max_steps=1)
-    trainer.train()
-    assert by_hand(trainer).items() <= logged(trainer)[0].items()
-    assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
-
-
-def test_callback_checks_the_prompts_before_training(tmp_path):
-    trainer = trainer_for(tmp_path)
-    with pytest.raises(ValueError, match=r"`prompts` is \[\]"):
-        AcceptanceCallback(trainer, [])
-    with pytest.raises(ValueError, match="`max_new_tokens` is 1"):
-        AcceptanceCallback(trainer, PROMPTS, max_new_tokens=1)
 
 
 # Sharded

@@ -1,7 +1,6 @@
 """`hf-hyperdflash answers`: what the target answers is written, a stopped run goes on."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -14,16 +13,15 @@ from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.training.data.messages import read_tools
 
 from ..conftest import MODELS, mostly_nightly
+from ..helpers.chats import chat
+from ..helpers.refusals import Refusal
 from ..helpers.served_drafters import qwen3
 
 TARGET = MODELS / "tiny-deepseek-v4"
 EOS = "<｜end▁of▁sentence｜>"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+DENSE = pytest.mark.parametrize("ending_target", ["dense"], indirect=True, scope="module")
 ENDS = {"V4": ["Ġof", "(", "Ġ"], "dense": range(0, 2048, 8)}
-
-
-def chat(*turns: str) -> list[dict]:
-    return [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +48,7 @@ def ending_target(request, tmp_path_factory):
 
 @pytest.fixture
 def answer(ending_target, tmp_path):
+    """Run the command over eight different prompts, two that are there twice, and a row that asks nothing."""
     questions = [f"Tom has {n} apples and buys 4. How many?" for n in (3, 5, 7, 3)] + ["Write a Python function."]
     rows = [{"messages": chat(question, "x")} for question in questions]
     rows += [{"messages": chat(question, "x", "Why?", "y")} for question in questions[1:]]
@@ -90,94 +89,80 @@ def test_answers_are_the_targets(answer, ending_target, tokenizer):
         [["--temperature", 1.0, "--top-p", 0.9], [], ["--thinking", "--chat-template", TARGET / "chat_template.jinja"]]
     ),
 )
-def test_a_killed_run_ends_in_the_same_answers(answer, tmp_path, options):
+def test_a_killed_run_ends_in_the_same_answers(answer, tmp_path, options, capsys):
     whole = answer("whole.jsonl", *options)
+    assert "8/8" in capsys.readouterr().err
     cut = tmp_path / "cut.jsonl"
     cut.write_text("\n".join([*whole[::3], whole[1][:30]]))
     assert sorted(answer("cut.jsonl", *options)) == sorted(whole)
+    told = capsys.readouterr().err
+    assert "3/8" in told and "8/8" in told  # the bar counts what was done before
     assert answer("cut.jsonl", *options) == cut.read_text().splitlines()
 
 
-def test_the_bar_counts_what_was_done_and_moves_by_batches(answer, tmp_path, monkeypatch):
-    bars = []
-
-    class Recorded(answers.tqdm):
-        def __init__(self, **options):
-            super().__init__(**options)
-            self.steps, self.options = [], options
-            bars.append(self)
-
-        def update(self, n=1):
-            self.steps.append(n)
-            return super().update(n)
-
-    monkeypatch.setattr(answers, "tqdm", Recorded)
-    whole = answer("answers.jsonl")
-    (tmp_path / "answers.jsonl").write_text("\n".join(whole[:3]) + "\n")
-    answer("answers.jsonl")
-    first, second = bars
-    assert (first.options["initial"], second.options["initial"]) == (0, 3) and {bar.total for bar in bars} == {8}
-    assert first.n == second.n == 8 and sum(first.steps) == 8 and max(first.steps) == 2  # two in a batch
-    assert first.smoothing == 0  # the mean, not the last batch
-
-
-def test_questions_keep_what_their_row_says_beside_them(answer, tmp_path):
+@DENSE
+def test_what_a_row_says_beside_its_question_is_asked_too(answer, tmp_path):
     row = {"question": "q", "answer": "a", "system_prompt": "s", "history": [["q0", "a0"]], "messages": None}
-    said = [(m["role"], m["content"]) for m in answers.user_turns(row, "!")]
-    assert said == [("system", "s"), ("user", "q0"), ("user", "q!")]
-    assert answers.user_turns({"messages": chat("Hi", "x"), "question": None}, "!")[0]["content"] == "Hi"
-    with (tmp_path / "data.jsonl").open("a") as file:  # a question that is there without tools, too
-        file.write("\n" + json.dumps({"messages": chat("Write a Python function.", "x"), "tools": TOOLS}))
-    rows = [json.loads(line) for line in answer("answers.jsonl")]
-    assert [read_tools(row) for row in rows if "tools" in row] == [TOOLS] and len(rows) == 9
-    assert sum(row["messages"][0]["content"] == "Write a Python function." for row in rows if len(row) == 3) >= 1
+    (tmp_path / "data.jsonl").write_text(json.dumps(row))
+    (written,) = map(json.loads, answer("asked.jsonl", "--question-suffix", "!", "--max-new-tokens", 40))
+    said = [(m["role"], m["content"]) for m in written["messages"] if m["role"] != "assistant"]
+    assert said in ([("system", "s"), ("user", "q0"), ("user", "q!")], [("system", "s"), ("user", "q0")])
+    tool_less = {"messages": chat("Write a Python function.", "x"), "question": None}
+    rows = [tool_less, {**tool_less, "tools": TOOLS}]  # the same question is another with tools
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = [json.loads(line) for line in answer("tools.jsonl", "--question-suffix", "!")]
+    assert sorted(str(read_tools(row)) for row in found) == sorted([str(None), str(TOOLS)])
+    assert all(row["messages"][0]["content"] == "Write a Python function." for row in found)
 
 
-def test_answers_of_other_settings_are_not_mixed(answer, tmp_path, monkeypatch, capsys):
+@DENSE
+def test_a_file_is_gone_on_with_only_by_the_settings_that_wrote_it(answer, tmp_path, monkeypatch, capsys):
     whole = answer("answers.jsonl")
     truncated = sum(json.loads(line)["truncated"] for line in whole)
     assert truncated and f"8 rows in {tmp_path / 'answers.jsonl'}; {truncated} of them hit" in capsys.readouterr().out
     monkeypatch.setattr(loading, "load_target", lambda *args, **kwargs: pytest.fail("it was loaded"))
     assert answer("answers.jsonl") == whole
-    told = capsys.readouterr().out.splitlines()
-    assert told[-2] == "All 8 prompts are answered already." and told[-1].startswith("8 rows in ")
-    for option, message in (
-        (["--max-new-tokens", 7], "--max-new-tokens was 5 and is 7"),
-        (["--question-suffix", "?"], "--question-suffix was '' and is '\\?'"),
-        (["--temperature", 1.0], "--temperature was 0.0 and is 1.0"),
+    assert "All 8 prompts" in capsys.readouterr().out
+    for *option, words in (
+        ("--max-new-tokens", 7, ("--max-new-tokens", "5", "7")),
+        ("--question-suffix", "?", ("--question-suffix", "''", "'?'")),
+        ("--temperature", 1.0, ("--temperature", "0.0", "1.0")),
     ):
-        with pytest.raises(ValueError, match=f"answers.jsonl has answers of other settings: {message}. Name another"):
-            answer("answers.jsonl", *option)
+        Refusal(lambda option=option: answer("answers.jsonl", *option), ("answers.jsonl", *words)).check()
+    (tmp_path / "chat.jinja").write_text("é", encoding="latin-1")
+    template = ["--chat-template", tmp_path / "chat.jinja"]
+    Refusal(lambda: answer("answers.jsonl", *template), ("--chat-template", "chat.jinja", "UTF-8")).check()
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"messages": [{"role": "user", "content": "q"}]}\nand no newline')
+    Refusal(lambda: answer("other.jsonl"), ("other.jsonl:1", "--output")).check()
+    assert other.read_text().endswith("and no newline")
     assert (tmp_path / "answers.jsonl").read_text().splitlines() == whole
 
 
-def test_an_output_of_something_else_is_left_as_it_is(answer, tmp_path, capsys):
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"messages": [{"role": "user", "content": "q"}]}\nand no newline')
-    with pytest.raises(ValueError, match=r"other\.jsonl:1 was not written by `hf-hyperdflash answers`"):
-        answer("other.jsonl")
-    assert other.read_text().endswith("and no newline")
+@DENSE
+def test_a_row_that_cannot_be_read_stops_no_run(answer, tmp_path, capsys):
     with (tmp_path / "data.jsonl").open("a") as file:
         file.write('\n{"messages": [{"role": "user", "content": null}]}')
-    capsys.readouterr()
-    whole = answer("answers.jsonl")
-    told = capsys.readouterr().out
-    assert re.search(
-        r"Skipped 1 of 11 rows cannot be used, the first of them .*data\.jsonl:11: A message by 'user'", told
-    )
-    assert len(whole) == 8
+    assert len(answer("answers.jsonl")) == 8
+    assert "1 of 11 rows" in (said := capsys.readouterr().out) and "data.jsonl:11" in said
+    assert len(answer("some.jsonl", "--limit", 2)) == 2
+    (tmp_path / "data.jsonl").write_text('{"turns": [3]}')
+    Refusal(lambda: answer("none.jsonl"), ("1 of 1", "data.jsonl:1")).check()
 
 
-def test_generated_reasoning_is_kept_apart(tokenizer):
-    def parsed(text, thinking=True):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        message, truncated = answers.parse_answer(tokenizer, ids, [tokenizer.eos_token_id], thinking)
-        assert message.pop("role") == "assistant"
-        return message, truncated
+CUT_OFF = [  # generated text, whether it thinks: reasoning, content, whether it is cut off
+    (f"so</think>\nyes{EOS}{EOS}", True, "so", "\nyes", False),
+    ("so</think>yes", True, "so", "yes", True),
+    (f"so{EOS}", True, "so", "", True),  # reasoning that has no end
+    (f"yes{EOS}", False, None, "yes", False),
+    ("👋", False, None, "", True),  # of which the last token is missing
+]
 
-    assert parsed(f"so</think>\nyes{EOS}{EOS}") == ({"reasoning_content": "so", "content": "\nyes"}, False)
-    assert parsed("so</think>yes") == ({"reasoning_content": "so", "content": "yes"}, True)
-    assert parsed(f"so{EOS}") == ({"reasoning_content": "so", "content": ""}, True)  # reasoning that has no end
-    assert parsed(f"yes{EOS}", thinking=False) == ({"content": "yes"}, False)
-    emoji = tokenizer("👋", add_special_tokens=False)["input_ids"]
-    assert len(emoji) > 1 and answers.parse_answer(tokenizer, emoji[:-1], [1], False)[0]["content"] == ""
+
+@pytest.mark.parametrize(("text", "thinking", "reasoning", "content", "truncated"), CUT_OFF)
+def test_generated_reasoning_is_kept_apart(tokenizer, text, thinking, reasoning, content, truncated):
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = ids[:-1] if text == "👋" else ids
+    message, was_cut = answers.parse_answer(tokenizer, ids, [tokenizer.eos_token_id], thinking)
+    assert message.pop("role") == "assistant" and was_cut == truncated and len(ids) > 1
+    assert message == {"content": content} | ({} if reasoning is None else {"reasoning_content": reasoning})

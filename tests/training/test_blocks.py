@@ -149,16 +149,3 @@ def test_expected_rounds_equal_a_recursion_over_what_a_round_may_emit(data):
         torch.tensor([*anchors, -1]), torch.tensor([*rates, [0.5] * drafts]), torch.tensor([*following, 0])
     )
     assert found == pytest.approx(expected)
-
-
-def test_expected_rounds_are_the_walked_ones_where_nothing_is_left_to_chance():
-    anchors, matched = torch.arange(7), torch.tensor([1, 3, 2, 0, 3, 1, 1])
-    following = torch.tensor([4, 4, 4, 4, 3, 2, 1])
-    rates = (torch.arange(3) < matched.unsqueeze(-1)).float()
-    assert expected_rounds(anchors, rates, following) == len(walk_rounds(anchors, matched, following))
-
-
-def test_the_token_before_each_draft():
-    ids = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 24, 25]])
-    before = previous_tokens(ids, torch.tensor([[0, 2], [3, -1]]), 3)
-    assert before.tolist() == [[[11, 12, 13], [13, 14, 15]], [[24, 25, 25], [21, 22, 23]]]

@@ -1,11 +1,10 @@
-"""Checkpoints that a killed or full machine left behind, and what a run goes on from."""
+"""Checkpoints that a killed or full machine left behind, and what a run goes on from. That a resumed run repeats the
+whole one to the bit: tests/contracts/test_training.py."""
 
 import json
 import math
 import os
-import re
 import shutil
-import stat
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,15 @@ import torch
 from transformers import TrainerCallback
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
-from hf_hyperdflash.training.runs.checkpoints import defect, newest_complete
+from hf_hyperdflash.training.runs.checkpoints import newest_complete
 
 from ..conftest import tiny_target
 from ..helpers.processes import python
+from ..helpers.refusals import Refusal
 from ..helpers.training import rows, tiny_drafter, trainer_for, weights
 
 SAVING = dict(max_steps=6, save_strategy="steps", save_steps=2)
+ROOT = str(Path(__file__).parents[2])
 
 
 @pytest.fixture(scope="module")
@@ -27,94 +28,59 @@ def finished(tmp_path_factory):
     folder, target = tmp_path_factory.mktemp("finished") / "run", tiny_target()
     trainer = trainer_for(folder, target, tiny_drafter(target), rows(8), **SAVING)
     trainer.train()
-    return folder, weights(trainer.model)
+    return folder
 
 
 @pytest.fixture
 def run(tmp_path, finished):
-    """A finished run with checkpoints at steps 2, 4 and 6, and what it ended in."""
-    folder, expected = finished
-    return Path(shutil.copytree(folder, tmp_path / "run")), expected
+    """A finished run with checkpoints at steps 2, 4 and 6."""
+    return shutil.copytree(finished, tmp_path / "run")
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: os.truncate(path, 99)])
+def test_a_checkpoint_that_is_not_whole_is_refused_with_the_newest_that_is(run, target, spoil):
+    expected = weights(HyperDFlashDrafter.from_pretrained(run / "checkpoint-6"))
+    spoil(run / "checkpoint-6" / "trainer_state.json")  # written last: the others are whole where it is
+    assert newest_complete(run)[0] == run / "checkpoint-4"
+    trainer = trainer_for(run, target, tiny_drafter(target), rows(8), **SAVING)
+    wanted = str(run / "checkpoint-6")
+    words = ("checkpoint-6", str(run / "checkpoint-4"))
+    Refusal(lambda: trainer.train(resume_from_checkpoint=wanted), words).check()
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+    assert torch.equal(weights(trainer.model), expected) and newest_complete(run)[0] == run / "checkpoint-6"
 
 
-@pytest.mark.parametrize("spoil", [Path.unlink, cut])
-@pytest.mark.parametrize("part", ["trainer_state.json"])  # written last: the others are whole where it is
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(run, target, caplog, part, spoil):
-    folder, expected = run
-    spoil(folder / "checkpoint-6" / part)
-    assert defect(folder / "checkpoint-4") is None and newest_complete(folder)[0] == folder / "checkpoint-4"
-    trainer = trainer_for(folder, target, tiny_drafter(target), rows(8), **SAVING)
-    begun = []
-    trainer.compute_loss = lambda *a, real=trainer.compute_loss, **k: (
-        begun.append(trainer.state.global_step) or real(*a, **k)
-    )
-    trainer.train(resume_from_checkpoint=True)
-    assert begun == [4, 5] and torch.equal(weights(trainer.model), expected)
-    told = "\n".join(caplog.messages)
-    assert "checkpoint-6" in told and f"Going on from {folder / 'checkpoint-4'}" in told
-    assert defect(folder / "checkpoint-6") is None  # written anew
-    spoil(folder / "checkpoint-6" / part)
-    with pytest.raises(ValueError, match=r"checkpoint-6.*newest whole one is .*checkpoint-4"):
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+def test_weights_alone_are_no_checkpoint_and_several_processes_parts_are_one(run, target):
+    for folder in run.glob("checkpoint-*"):
+        (folder / "optimizer.pt").unlink()
+    trainer = trainer_for(run, target, tiny_drafter(target), rows(8), **SAVING)
+    words = ("checkpoint-6", "save_only_model")
+    Refusal(lambda: trainer.train(resume_from_checkpoint=True), words).check()
+    for other in ("optimizer_0", "global_step4"):  # FSDP's and DeepSpeed's
+        (run / "checkpoint-4" / other).mkdir()
+        assert newest_complete(run)[0] == run / "checkpoint-4"
+        (run / "checkpoint-4" / other).rmdir()
 
 
-def test_nothing_to_go_on_from_is_said(run, target):
-    folder, _ = run
-    trainer = trainer_for(folder, target, tiny_drafter(target), rows(8), **SAVING, save_only_model=True)
-    trainer.train()
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    with pytest.raises(
-        ValueError, match=r"No checkpoint in .*checkpoint-6: it has weights alone \(`save_only_model`\)"
-    ):
-        trainer.train(resume_from_checkpoint=True)
-    shutil.rmtree(folder)
-    with pytest.raises(ValueError, match=re.escape(f"No checkpoint in {folder} to go on from. Leave")):
-        trainer.train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match=r"'nowhere', but there is no such folder. There is no whole one in"):
-        trainer.train(resume_from_checkpoint="nowhere")
+def test_the_last_file_of_a_checkpoint_is_the_one_that_makes_it_whole(finished):
+    written = sorted((finished / "checkpoint-2").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    names = [path.name for path in written]
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "run.json"} <= set(names)
+    assert names[-1] == "trainer_state.json" and "training.json" not in names
 
 
-def test_a_checkpoint_of_several_processes_or_shards_is_whole(run):
-    folder = run[0] / "checkpoint-6"
-    (folder / "optimizer.pt").unlink()
-    assert "weights alone" in str(defect(folder))
-    for other in ("optimizer_0", "global_step6"):  # FSDP's and DeepSpeed's
-        (folder / other).mkdir()
-        assert defect(folder) is None
-        (folder / other).rmdir()
-
-
-def test_the_last_file_of_a_checkpoint_is_the_one_that_makes_it_whole(tmp_path, target):
-    trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(4), **{**SAVING, "max_steps": 2})
-    trainer.train()
-    written = sorted((tmp_path / "checkpoint-2").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "run.json"} <= {
-        path.name for path in written[:-1]
-    }
-    assert written[-1].name == "trainer_state.json"
-
-
-@pytest.mark.parametrize("registered", [False, True])
-def test_what_a_run_ends_in_has_code_and_its_checkpoints_have_none(tmp_path, target, registered):
-    if registered:  # as transformers does once it has loaded a drafter's own code
-        HyperDFlashDrafter.register_for_auto_class("AutoModel")
-        HyperDFlashConfig.register_for_auto_class()
+def test_what_a_run_ends_in_has_code_and_its_checkpoints_have_none(tmp_path, target):
+    """Also where transformers has loaded a drafter's own code before, and registered its classes."""
+    HyperDFlashDrafter.register_for_auto_class("AutoModel")
+    HyperDFlashConfig.register_for_auto_class()
     trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(4), **{**SAVING, "max_steps": 2})
     trainer.train()
     trainer.save_model()
     code = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")}
     assert {"modeling_hyperdflash.py", "custom_generate/generate.py"} <= code
     assert not any(name.startswith("checkpoint-") for name in code)
-    finished, checkpoint = (
-        json.loads((path / "config.json").read_text()) for path in (tmp_path, tmp_path / "checkpoint-2")
-    )
-    assert finished.pop("auto_map") and finished == checkpoint
-    loaded = HyperDFlashDrafter.from_pretrained(tmp_path / "checkpoint-2")
-    assert torch.equal(weights(loaded), weights(trainer.model))
+    whole, checkpoint = (json.loads((at / "config.json").read_text()) for at in (tmp_path, tmp_path / "checkpoint-2"))
+    assert whole.pop("auto_map") and whole == checkpoint
 
 
 class Spoil(TrainerCallback):
@@ -126,33 +92,33 @@ class Spoil(TrainerCallback):
 def test_a_checkpoint_of_weights_that_are_not_finite_is_not_written(tmp_path, target):
     trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(8), **SAVING)
     trainer.add_callback(Spoil())
-    with pytest.raises(ValueError, match=r"norm\.weight is not finite at step 4: the drafter diverged.*checkpoint-2"):
-        trainer.train()
+    Refusal(trainer.train, ("norm.weight", "step 4", "checkpoint-2")).check()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-def test_all_files_of_a_checkpoint_have_the_umasks_mode(tmp_path, target):
-    old = os.umask(0o027)
-    try:
-        trainer = trainer_for(tmp_path / "run", target, tiny_drafter(target), rows(4), **{**SAVING, "max_steps": 2})
-        trainer.train()
-        trainer.save_model()
-    finally:
-        os.umask(old)
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    code = {"modeling_hyperdflash.py", "generate.py"}
-    assert {*code, "optimizer.pt", "model.safetensors"} <= {path.name for path in files}
-    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
-
-
+FULL_DISK = """
+import resource, sys, torch
+from tests.conftest import tiny_target
+from tests.helpers.training import rows, tiny_drafter, trainer_for
+target = tiny_target()
+settings = dict(max_steps=4, save_strategy="steps", save_steps=2)
+trainer = trainer_for(sys.argv[1], target, tiny_drafter(target), rows(6), **settings)
+real = trainer._save_optimizer_and_scheduler
+def fill(folder):  # from the second checkpoint on, no file can grow past 64 KB: what a full disk does to a writer
+    if trainer.state.global_step == 4:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+    real(folder)
+trainer._save_optimizer_and_scheduler = fill
+trainer.train()
+"""
 KILLED = """
 import glob, os, random, signal, sys, threading, time
 import torch
 from tests.conftest import tiny_target
 from tests.helpers.training import rows, tiny_drafter, trainer_for, weights
 torch.set_num_threads(1)
-folder, seed, kills = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-target, chance = tiny_target(), random.Random(seed)
+folder, kills = sys.argv[1], 3
+target, chance = tiny_target(), random.Random(0)
 
 def train(name, saves, share):  # killed after so many saves and a share of the next
     settings = dict(max_steps=kills + 1, save_strategy="steps", save_steps=1, save_total_limit=2)
@@ -185,12 +151,55 @@ print("killed", killed)
 """
 
 
+def run_script(text, folder):
+    (folder / "run.py").write_text(text)
+    return python(folder / "run.py", folder / "out", env={**os.environ, "PYTHONPATH": ROOT})
+
+
+def test_a_full_disk_leaves_earlier_checkpoints_whole(tmp_path, target):
+    done = run_script(FULL_DISK, tmp_path)
+    assert done.returncode == 1 and "OSError: Checkpoint " in done.stderr, done.stderr[-2000:]
+    assert str(tmp_path / "out" / "checkpoint-2") in done.stderr.splitlines()[-1]
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+    again = trainer_for(tmp_path / "out", target, tiny_drafter(target), rows(6), max_steps=4)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4
+
+
 # Takes seconds: a process is killed again and again.
 def test_a_run_killed_while_it_saves_ends_in_the_same_weights(tmp_path):
     """A real process and SIGKILL, at random moments of its saves: how many depends on how busy the machine is."""
-    script = tmp_path / "run.py"
-    script.write_text(KILLED)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = python(script, tmp_path, 0, 3, env=environment)
+    (tmp_path / "out").mkdir()
+    done = run_script(KILLED, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.split("killed")[1]) > 0
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_training(tmp_path, target, monkeypatch):
+    drafter = tiny_drafter(target)
+    size = 4 * sum(p.numel() for p in drafter.parameters())
+    for saving, optim, needed in (("steps", "adamw_torch", 3), ("steps", "sgd", 1), ("no", "adamw_torch", 1)):
+        how = dict(max_steps=1, save_strategy=saving, optim=optim)
+        trainer = trainer_for(tmp_path, target, drafter, rows(4), **how)
+        usage = shutil.disk_usage(tmp_path)._replace(free=needed * size - 1)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        Refusal(trainer.train, ("output_dir", "MiB")).check()
+        assert trainer.state.global_step == 0
+        usage = usage._replace(free=needed * size)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        trainer.train()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_cause(tmp_path, target):
+    settings = dict(max_steps=40, learning_rate=1e18, max_grad_norm=0.0, optim="sgd", kl_weight=0.0)
+    trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(6), **settings)
+    Refusal(trainer.train, ("learning_rate", "1e+18", "begin again")).check()
+    settings |= dict(save_strategy="steps", save_steps=1)
+    trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(6), **settings)
+    Refusal(trainer.train, ("learning_rate", "checkpoint-", "resume_from")).check()
+    written = HyperDFlashDrafter.from_pretrained(newest_complete(tmp_path)[0])
+    assert torch.isfinite(weights(written)).all()
+    overflowing = tiny_target()
+    overflowing.model.embed_tokens.weight.data.fill_(3e38)  # finite, but not its square
+    trainer = trainer_for(tmp_path, overflowing, tiny_drafter(overflowing), rows(4))
+    Refusal(trainer.train, ("residual is not finite", "bfloat16")).check()

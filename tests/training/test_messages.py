@@ -1,159 +1,126 @@
-"""Fields of other people's rows: each is read, or refused by its name."""
+"""Rows of chat datasets, in every spelling that is in use, as messages."""
 
 import json
-import re
 
 import pytest
+from datasets import Dataset
 
-from hf_hyperdflash.training.data.messages import to_messages
+from hf_hyperdflash.training.data.messages import read_tools, to_messages
 
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
+THOUGHT = {**A, "reasoning_content": "r"}
 BEFORE = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}]
-FORMS = {
-    "messages": {"messages": [Q, A]},
-    "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-    "turns": {"turns": ["q"]},
+HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
+EXCHANGES = {
     "alpaca": {"instruction": "q", "input": "", "output": "a"},
-    "trl": {"prompt": [Q], "completion": [A]},
+    "alpaca response": {"instruction": "q", "response": "a"},
+    "trl texts": {"prompt": "q", "completion": "a"},
+    "trl messages": {"prompt": [Q], "completion": [A]},
+    "trl mixed": {"prompt": [Q], "completion": "a", "messages": None},
+    "prompt and response": {"prompt": "q", "response": "a"},
     "swift": {"query": "q", "response": "a"},
     "qa": {"question": "q", "answer": "a"},
     "orca": {"question": "q", "response": "a"},
 }
-EXCHANGES = [name for name in FORMS if name not in ("messages", "sharegpt", "turns")]
+CONVERSATIONS = {
+    "messages": {"messages": [{**Q, "name": None}, A]},
+    "sharegpt": {"conversations": [HUMAN, GPT]},
+    "conversations of roles": {"conversations": [Q, A], "messages": None},
+}
+FORMS = {**EXCHANGES, **CONVERSATIONS}
+HARMLESS = dict.fromkeys(("id", "source", "text", "category", "score"), "x") | {"images": [], "functions": {}}
 
 
-@pytest.mark.parametrize("name", ["system", "system_prompt"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_system_message_beside_a_conversation_is_its_first(form, name):
+def test_one_question_and_its_answer_in_every_form_and_what_stands_beside_them(form):
     row = FORMS[form]
-    plain = to_messages(row)
-    assert to_messages({**row, name: "s"}) == [SYSTEM, *plain]
-    assert to_messages({**row, name: ""}) == to_messages({**row, name: None}) == plain
-    with pytest.raises(ValueError, match=r"has 's' and 's2' as its system message, expected one text"):
-        to_messages({**row, "system": "s", "system_prompt": "s2"})
-
-
-def test_a_system_message_that_is_there_already_is_not_said_twice():
-    assert to_messages({"messages": [SYSTEM, Q, A], "system": "s "}) == [SYSTEM, Q, A]
-    for spoken in ("system", "developer"):
-        with pytest.raises(ValueError, match=r"has 'other' and 's' as its system message"):
-            to_messages({"messages": [{**SYSTEM, "role": spoken}, Q, A], "system": "other"})
-    with pytest.raises(ValueError, match=r"has 'True' as its system message, expected one text"):
-        to_messages({"messages": [Q, A], "system": True})
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_history_is_read_before_one_exchange_and_refused_beside_a_conversation(form):
-    for history in ([["q0", "a0"]], BEFORE):
-        row = {**FORMS[form], "history": history, "system": "s"}
-        if form in EXCHANGES:
-            assert to_messages(row) == [SYSTEM, *BEFORE, Q, A]
-        else:
-            with pytest.raises(ValueError, match=r"^`history` of a row is .*, which is not read there"):
-                to_messages(row)
-    assert to_messages({**FORMS[form], "history": []}) == to_messages(FORMS[form])
-    if form in EXCHANGES:
-        for wrong in ("q0", [["q0"]], ["q0", "a0"], [["q0", 3]]):
-            with pytest.raises(ValueError, match=r"`history` is|A conversation is '3'"):
-                to_messages({**FORMS[form], "history": wrong})
-
-
-@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_is_read_under_each_of_its_names(name):
-    thought = {**A, "reasoning_content": "r"}
-    assert to_messages({"messages": [Q, {**A, name: "r"}]}) == [Q, thought]
-    turns = FORMS["sharegpt"]["conversations"]
-    assert to_messages({"conversations": [turns[0], {**turns[1], name: "r"}]}) == [Q, thought]
-    for form in FORMS:
-        row = {**FORMS[form], name: "r"}
-        if form in EXCHANGES:
-            assert to_messages(row) == [Q, thought]
-        else:
-            with pytest.raises(ValueError, match=f"^`{name}` of a row is 'r', which is not read there"):
-                to_messages(row)
+    assert to_messages(row) == [Q, A]
+    for name in ("system", "system_prompt"):
+        assert to_messages({**row, name: "s"}) == [SYSTEM, Q, A]
+        assert to_messages({**row, name: ""}) == to_messages({**row, name: None}) == [Q, A]
+    for name, value in HARMLESS.items():
+        assert to_messages({**row, name: value}) == [Q, A]
+    for name in ("reasoning_content", "reasoning", "thinking"):
         for mode in ("on", "off", True, False):  # says that there is some, and where it is all the same
-            assert to_messages({**FORMS[form], name: mode}) == to_messages(FORMS[form])
-    with pytest.raises(ValueError, match="several reasonings"):
-        to_messages({"messages": [Q, {**A, "reasoning": "r", "thinking": "s"}]})
-    with pytest.raises(ValueError, match="several reasonings"):
-        to_messages({"prompt": "q", "completion": [{**A, "reasoning": "s"}], "reasoning_content": "r"})
+            assert to_messages({**row, name: mode}) == [Q, A]
+        if form in EXCHANGES:
+            assert to_messages({**row, name: "r"}) == [Q, THOUGHT]
+    if form in EXCHANGES:
+        for history in ([["q0", "a0"]], BEFORE):
+            assert to_messages({**row, "history": history, "system": "s"}) == [SYSTEM, *BEFORE, Q, A]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_no_text_and_what_only_a_template_would_know_is_refused_by_name(form):
-    for name, value in {
-        "images": ["a.png"], "image": "a.png", "videos": ["a.mp4"], "audios": ["a.wav"], "documents": [{"text": "x"}],
-        "functions": [{"name": "f"}], "chat_template_kwargs": {"enable_thinking": False},
-    }.items():  # fmt: skip
-        with pytest.raises(ValueError, match=f"^`{name}` of a row is .*, which is not read there"):
-            to_messages({**FORMS[form], name: value})
-        assert to_messages({**FORMS[form], name: type(value)()}) == to_messages(FORMS[form])
-    for name in ("input", "context"):
-        row = {**FORMS[form], name: "c"}
-        if form == "alpaca":
-            assert to_messages(row) == [{**Q, "content": "q\nc"}, A]
-        elif form in EXCHANGES:
-            with pytest.raises(ValueError, match=f"^`{name}` of a row"):
-                to_messages(row)
-    for harmless in ("id", "source", "text", "category", "score"):
-        assert to_messages({**FORMS[form], harmless: "x"}) == to_messages(FORMS[form])
+def said(role, text, **more):
+    return {"role": role, "content": text, **more}
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"images": ["a.png"]}, r"`images` of a message by 'gpt'"),
-        ({"function_call": {"name": "f"}}, r"`function_call` of a message by 'gpt'"),
-        ({"train_detail": [{"begin_offset": 0}]}, r"`train_detail` of a message by 'gpt'"),
-        ({"loss_scale": 0.5}, r"`loss_scale` of a message by 'gpt'"),
-        ({"weight": 0.5}, r"`weight` of a message is 0.5, expected 0 or 1"),
-        ({"train": "yes"}, r"`train` of a message is 'yes', expected 0 or 1"),
-        ({"channel": "analysis"}, r"is of the channel 'analysis', expected \"final\""),
-        ({"recipient": "functions.add"}, r"`recipient` of a message"),
-        ({"tool_calls": "add"}, r"A call is 'add', expected its name and arguments"),
-        ({"tool_calls": [{"id": "1"}]}, r"A call is .*, expected its name and arguments"),
-    ],
-)
-def test_fields_of_a_turn_are_refused_by_name(fields, words):
-    turn = {"role": "gpt", "content": "a", **fields}
-    with pytest.raises(ValueError, match=words):
-        to_messages({"messages": [Q, turn]})
-    with pytest.raises(ValueError, match=words):
-        to_messages({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", **fields}]})
+CALL = {"name": "add", "arguments": {"a": 1}}
+CALLED = said("assistant", "", tool_calls=[{"type": "function", "function": CALL}])
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image": None}, "c"]
+OFF = {**A, "train": False}
+READ = {
+    "turns that only ask": ({"turns": ["q", "q2"]}, [Q, said("user", "q2")]),
+    "GSM8K's marks": (
+        {"question": "q", "answer": "1+1=<<1+1=2>>2, 2+1=<<2+1=3>>3\n#### 3"},
+        [Q, said("assistant", "1+1=2, 2+1=3\nThe answer is \\boxed{3}.")],
+    ),
+    "an instruction's input": ({"instruction": "q", "input": "c", "output": "a"}, [said("user", "q\nc"), A]),
+    "an instruction's context": ({"instruction": "q", "context": "c", "response": "a"}, [said("user", "q\nc"), A]),
+    "a system message that is there already": ({"messages": [SYSTEM, Q, A], "system": "s "}, [SYSTEM, Q, A]),
+    "an empty answer": ({"question": "q", "answer": ""}, [Q, said("assistant", "")]),
+    "reasoning in a turn": ({"conversations": [HUMAN, {**GPT, "thinking": "r"}]}, [Q, THOUGHT]),
+    "reasoning of an answer of several": (
+        {"prompt": "q", "completion": [A, Q, A], "reasoning": "r"}, [Q, THOUGHT, Q, A],
+    ),
+    "text in parts": ({"messages": [Q, {**A, "content": PARTS}]}, [Q, said("assistant", "abc")]),
+    "the final channel": ({"messages": [Q, {**A, "channel": "final"}]}, [Q, A]),
+    "answers that are not to be trained on": (
+        {"messages": [Q, {**A, "train": False}, {**A, "weight": 0}, {**A, "weight": 1, "loss": 0}]},
+            [Q, OFF, OFF, OFF],
+    ),
+    "answers that are": ({"messages": [{**Q, "weight": 0}, {**A, "weight": 1.0, "train": True}]}, [Q, A]),
+    "a call as ShareGPT has it": (
+        {"conversations": [HUMAN, {"from": "function_call", "value": json.dumps(CALL)},
+                           {"from": "observation", "value": "1"}]}, [Q, CALLED, said("tool", "1")],
+    ),
+    "a list of calls": (
+        {"messages": [Q, said("tool_call", json.dumps([CALL])), said("tool_response", "1")]},
+        [Q, CALLED, said("tool", "1")],
+    ),
+    "calls as JSON text": (
+        {"messages": [Q, {"role": "assistant", "tool_calls": json.dumps(CALLED["tool_calls"])}]},
+        [Q, {"role": "assistant", "tool_calls": CALLED["tool_calls"]}],
+    ),
+    "a result that says of what": (
+        {"messages": [Q, said("tool", "1", tool_call_id="7", name="add")]},
+        [Q, said("tool", "1", tool_call_id="7", name="add")],
+    ),
+    "all speakers": (
+        {"messages": [said(role, "x") for role in ("developer", "human", "model", "tool", "gpt", "chatgpt")]},
+        [said(role, "x") for role in ("developer", "user", "assistant", "tool", "assistant", "assistant")],
+    ),
+}  # fmt: skip
 
 
-def test_fields_of_a_turn_that_are_read():
-    call = {"name": "add", "arguments": {"a": 1}}
-    wrapped = {"type": "function", "function": call}
-    told = {"role": "assistant", "content": "", "tool_calls": [wrapped]}
-    turns = [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(call)}]
-    read = to_messages({"conversations": [*turns, {"from": "observation", "value": "1"}]})
-    assert read == [Q, told, {"role": "tool", "content": "1"}]
-    spoken = [Q, {"role": "tool_call", "content": json.dumps([call])}, {"role": "tool_response", "content": "1"}]
-    assert to_messages({"messages": spoken}) == read
-    with pytest.raises(ValueError, match=r"A call is 'add\(1\)', expected"):
-        to_messages({"conversations": [*turns[:1], {"from": "function_call", "value": "add(1)"}]})
-    assert to_messages({"messages": [Q, {"role": "assistant", "tool_calls": json.dumps([wrapped])}]})[1] == {
-        "role": "assistant", "tool_calls": [wrapped],
-    }  # fmt: skip
-    kept = {"role": "tool", "content": "1", "tool_call_id": "7", "name": "add"}
-    assert to_messages({"messages": [Q, kept]})[1] == kept
-    assert to_messages({"messages": [Q, {**A, "channel": "final"}]}) == [Q, A]
-    for off in ({"train": False}, {"weight": 0}, {"loss": False}, {"weight": 1, "loss": 0}):
-        assert to_messages({"messages": [{**Q, **off}, {**A, **off}]}) == [Q, {**A, "train": False}]
-    assert to_messages({"messages": [{**Q, "weight": 1}, {**A, "weight": 1.0, "train": True}]}) == [Q, A]
+@pytest.mark.parametrize("name", READ)
+def test_what_a_row_says_is_read(name):
+    row, messages = READ[name]
+    assert to_messages(row) == messages
 
 
-def test_text_in_parts_is_text_and_other_parts_are_refused():
-    """A template for texts alone would write the list itself, as what the assistant says."""
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image": None}, "c"]
-    assert to_messages({"messages": [Q, {**A, "content": parts}]}) == [Q, {**A, "content": "abc"}]
-    for wrong in ([{"type": "image", "url": "a.png"}], [{"type": "thinking", "thinking": "r"}], 3, {"text": "a"}):
-        with pytest.raises(
-            ValueError, match=rf"^A message by 'assistant' says {re.escape(str(wrong))}, expected text"
-        ):
-            to_messages({"messages": [Q, {**A, "content": wrong}]})
-    for silent in ({"messages": [{**Q, "content": None}]}, {"conversations": [{"from": "human", "value": None}]}):
-        with pytest.raises(ValueError, match="says None, expected text"):
-            to_messages(silent)
+def test_what_datasets_fills_gaps_with_is_left_out():
+    """A column of Arrow has one type: each row has the fields of all."""
+    rows = [[Q, A], [Q, THOUGHT, Q], [Q, {"role": "assistant", "tool_calls": [CALL]}],
+            [Q, {"role": "assistant", "tool_calls": [{"name": "now", "arguments": {"zone": "UTC"}}]}]]  # fmt: skip
+    assert list(map(to_messages, Dataset.from_list([{"messages": messages} for messages in rows]))) == rows
+
+
+def test_tools_are_a_list_or_its_text_with_parameters_that_may_be_text():
+    schema = {"type": "object", "properties": {"a": {"type": "number", "enum": None}}}
+    for wrap in (lambda tool: tool, lambda tool: {"type": "function", "function": tool}):
+        wanted = [wrap({"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}})]
+        as_text = wrap({"name": "add", "parameters": json.dumps(wanted[0].get("function", wanted[0])["parameters"])})
+        for given in ([wrap({"name": "add", "parameters": schema})], [as_text], json.dumps([as_text])):
+            assert read_tools({"tools": given}) == wanted
+    assert read_tools({}) is read_tools({"tools": None}) is read_tools({"tools": "[]"}) is None

@@ -1,300 +1,361 @@
-"""Rows and tokenizers of others: what is supervised is what the tokenizer writes, and no row stops a run."""
+"""Datasets as training rows, from any source: each as it would be alone, cut, packed, and what is left out said."""
 
 import json
 import logging
-import re
 
 import pytest
-from datasets import Dataset
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from hf_hyperdflash.training.data.encoding import encode_chat, encode_prompts
-from hf_hyperdflash.training.data.messages import to_messages
-from hf_hyperdflash.training.data.rows import prepare_dataset
+from hf_hyperdflash.training.data.file_positions import add_file_positions
+from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
+from hf_hyperdflash.training.script import ScriptArguments, load_data
 
-from ..helpers.tokenizers import JoiningPieces, SlowPieces, trained
+from ..conftest import MODELS
+from ..helpers.chats import BLOCKS, CALL, CHANNELS, LINES, WORDY, chat, templated
 
-# As Llama 2's and Mistral's: the answer begins with a space, after no special token.
-SPACED = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
-    "{% else %}{{ '[Q] ' + m.content + ' [/Q]' }}{% endif %}{% endfor %}"
-)
-# As Qwen's and Gemma's: a newline after the special token, none in the answer.
-LINES = (
-    "{% for m in messages %}{{ ('<|assistant|>' if m.role == 'assistant' else '<|user|>') + '\n' }}"
-    "{{ m.content + eos_token + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-# As Zephyr's and DeepSeek's: the answer begins right after a special token.
-BARE = LINES.replace(" + '\n'", "").replace("'<|assistant|>\n'", "'<|assistant|>'")
-TAGGED = LINES.replace("{{ m.content + eos_token + '\n' }}", (
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ m.content + eos_token + '\n' }}{% endif %}"
-))  # fmt: skip
-WORDY = (  # no special token, and the prompt ends with a space
-    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if m.role != 'assistant' or not loop.last %}{{ '\n' }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
-TEMPLATES = {"spaced": SPACED, "lines": LINES, "bare": BARE, "tagged": TAGGED}
-KINDS = ("first", "always", "legacy", "bytes", "trimmed", "stripping")
-TURNS = ("What is the sum of one?", "It is three 👋", "Hello", "  I am fine.\n\nHello")
+# Sources: each row is trained on as it would be alone, whatever types the others have
 
-
-def chat(*turns):
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
-
-
-def with_template(tokenizer, template):
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def answers_in(text, messages, ends=("</s>",)):
-    """Where the answers are, found in the text by their words alone."""
-    spans, at = [], 0
-    for message in messages:
-        start = text.index(message["content"], at)
-        at = start + len(message["content"])
-        if message["role"] == "assistant":
-            at += next((len(end) for end in ends if text.startswith(end, at)), 0)
-            spans.append((start, at))
-    return spans
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_those_of_the_whole_text_and_answers_are_where_their_words_are(kind, template):
-    """Tokens that a text in parts would have, as a SentencePiece's "▁" before each, are in neither."""
-    tokenizer, messages = with_template(trained(kind), TEMPLATES[template]), chat(*TURNS)
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    encoded = encode_chat(tokenizer, messages)
-    assert encoded["input_ids"] == whole["input_ids"]
-    spans = [(start - (template == "spaced"), end) for start, end in answers_in(text, messages)]  # the space is said
-    wanted = [
-        int(any(start <= first and not text[max(end, first) : last].strip() and first < end for start, end in spans))
-        for first, last in whole["offset_mapping"]
-    ]
-    assert encoded["loss_mask"] == wanted and sum(wanted) > 10
-    prompt = encode_prompts(tokenizer, [{"messages": messages}])[0][0].tolist()
-    last = len(encoded["loss_mask"]) - encoded["loss_mask"][::-1].index(0, encoded["loss_mask"][::-1].index(1))
-    if kind != "stripping":
-        assert encoded["input_ids"][: len(prompt)] == prompt and last == len(prompt)
-
-
-@pytest.mark.parametrize("kind", ["first", "always", "legacy"])
-def test_no_space_is_supervised_that_nobody_said(kind):
-    tokenizer = with_template(trained(kind), SPACED)
-    encoded = encode_chat(tokenizer, chat("What is it?", "It is three."))
-    tokens = tokenizer.convert_ids_to_tokens(encoded["input_ids"])
-    answer = "".join(token for token, supervised in zip(tokens, encoded["loss_mask"]) if supervised)
-    assert answer == "▁It▁is▁three.</s>"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_token_across_the_end_of_a_prompt_is_cut_there_or_not_supervised(kind):
-    """Generation begins with the tokens of the prompt alone; a SentencePiece cannot go on without a space there."""
-    tokenizer, messages = with_template(trained(kind), WORDY), chat("user: q", "Hello there")
-    encoded = encode_chat(tokenizer, messages)
-    marked = [t for t, supervised in zip(encoded["input_ids"], encoded["loss_mask"]) if supervised]
-    prompt = encode_prompts(tokenizer, [{"messages": messages}])[0][0].tolist()
-    if kind in ("first", "always", "legacy"):
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        assert encoded["input_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert tokenizer.decode(marked) == "there"
-    else:
-        assert encoded["input_ids"] == prompt + marked and tokenizer.decode(marked) == "Hello there"
-
-
-def test_a_slow_tokenizer_tells_where_its_tokens_are_by_its_prompts_or_is_refused():
-    tokenizer, messages = with_template(SlowPieces(), LINES), chat("hi", "I am fine", "why?", "so")
-    encoded = encode_chat(tokenizer, messages)
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    tokens = tokenizer.convert_ids_to_tokens(encoded["input_ids"])
-    assert encoded["input_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
-    marked = "".join(token if supervised else "|" for token, supervised in zip(tokens, encoded["loss_mask"]))
-    assert re.findall(r"[^|]+(?=\|)", marked) == ["I am fine</s>", "so</s>"]
-    joining = with_template(JoiningPieces(), WORDY)
-    with pytest.raises(ValueError, match=r"^JoiningPieces does not say where .*assistant: ' otherwise where 'so' fo"):
-        encode_chat(joining, chat("hi", "so"))
-
-
-# As gpt-oss's: reasoning by the name `thinking`, not beside text where a tool is called, and not of earlier turns.
-CHANNELS = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}"
-    "{% if m.content and m.thinking %}{{ raise_exception('Both content and thinking, one was expected') }}{% endif %}"
-    "{{ '<|assistant|>' + (m.thinking or m.content or '') + '!' + m.tool_calls[0].function.name + eos_token }}"
-    "{% elif loop.last %}{{ '<|assistant|>' + (m.thinking + '!' if m.thinking else '') + m.content + eos_token }}"
-    "{% else %}{{ '<|assistant|>' + m.content + '<s>' }}{% endif %}"
-    "{% else %}{{ '<|user|>' + m.content }}{% endif %}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|assistant|>' if m.role == 'assistant' else '<|user|>' }}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '</s>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# As Qwen3's: the turns after the last user message have a block of reasoning, an empty one only at the end.
-BLOCKS = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>\n' }}"
-    "{% if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}"
-    "{{ '[' + (m.reasoning_content or '') + ']\n' }}{% endif %}{{ m.content or '' }}"
-    "{% for call in m.tool_calls or [] %}{{ '!' + (call.function or call).name }}{% endfor %}{{ eos_token + '\n' }}"
-    "{% else %}{{ '<|user|>\n' + m.content + eos_token + '\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% if not enable_thinking %}{{ '[]\n' }}{% endif %}"
-    "{% endif %}"
-)
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+PARTS = [{"type": "text", "text": "What is"}, {"type": "text", "text": " it?"}]
 
 
-def supervised(tokenizer, encoded):
-    runs, before = [], 0
-    for token, mark in zip(encoded["input_ids"], encoded["loss_mask"]):
-        if mark:
-            runs = runs if before else [*runs, []]
-            runs[-1].append(token)
-        before = mark
-    return [tokenizer.decode(run) for run in runs]
+def asked(question, answer="It is three.", **more):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]}
 
 
-def test_what_follows_the_last_answer_is_left_out():
-    tokenizer = with_template(trained("bytes"), BLOCKS)
-    asked_again = [*chat("hi", "It is", "why"), {"role": "user", "content": "why?"}]
-    assert encode_chat(tokenizer, asked_again) == encode_chat(tokenizer, chat("hi", "It is"))
-    assert supervised(tokenizer, encode_chat(tokenizer, asked_again)) == ["It is</s>"]
-    whole = encode_chat(tokenizer, asked_again, truncated=True)  # which nobody cut: it goes on
-    assert supervised(tokenizer, whole) == ["It is</s>"]
+def called(**arguments):
+    return asked("add", "", tool_calls=[{"function": {"name": "add", "arguments": arguments}}])
 
 
-def test_reasoning_is_written_by_the_name_that_the_template_knows():
-    tokenizer = with_template(trained("bytes"), CHANNELS)
-    for name in ("reasoning_content", "reasoning", "thinking"):
-        messages = to_messages({"messages": [*chat("hi"), {"role": "assistant", name: "so", "content": "It is"}]})
-        assert messages[1] == {"role": "assistant", "reasoning_content": "so", "content": "It is"}
-        assert supervised(tokenizer, encode_chat(tokenizer, messages)) == ["so!It is</s>"]
-    with_template(tokenizer, CHANNELS.replace("m.thinking", "m['reasoning']"))
-    assert supervised(tokenizer, encode_chat(tokenizer, messages)) == ["so!It is</s>"]
-    with_template(tokenizer, BLOCKS)
-    assert supervised(tokenizer, encode_chat(tokenizer, messages)) == ["[so]\nIt is</s>"]
+# Of texts that are JSON, `datasets` makes what they mean where another row has parts.
+JSON_TEXTS = [asked("hi", text) for text in ("42", "true", "null", '"three"', '{"a": 1}', "[1, 2]", "1e5", "0.10")]
+ALIKE = [{"question": str(n), "answer": "café"} for n in range(4)]
+ROWS = {
+    "alike": ALIKE,
+    "text and parts": [asked("hi"), asked(PARTS), asked("hi", PARTS)],
+    "texts that are JSON": [asked(PARTS), *JSON_TEXTS],
+    "arguments": [called(a=1), called(a="one"), called(a=[1, "two"], b={"c": None}), called(),
+                  asked("add", "", tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])],
+    "prompts": [{"prompt": "hi", "completion": "42"}, {"prompt": asked("hi")["messages"][:1], "completion": "three"}],
+    "tools": [asked("hi"), {**asked("hi"), "tools": [{"name": "f"}]}, {**asked("hi"), "tools": '[{"name": "f"}]'}],
+    "columns": [asked("hi"), {"question": "hi", "answer": "three"}, {**asked("hi"), "truncated": True}],
+}  # fmt: skip
 
 
-def told(rows, tokenizer, caplog, **options):
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data.rows"):
-        kept = prepare_dataset(rows, tokenizer, max_length=60, **options)
-        return kept.to_list() if isinstance(kept, Dataset) else list(kept), list(caplog.messages)
+@pytest.fixture
+def tokenizer():
+    return templated(TEMPLATE)
+
+
+def alone(rows):
+    """The text of each row, written by hand: nothing of `datasets` has seen two of them."""
+    texts = []
+    for row in rows:
+        messages = row.get("messages") or [
+            {"content": row.get("prompt") or row["question"]}, {"content": row.get("completion") or row.get("answer")}
+        ]  # fmt: skip
+        text = ""
+        for role, message in zip(("<|user|>", "<|assistant|>"), messages):
+            content = message["content"]
+            if isinstance(content, list):
+                content = "".join(part.get("text") or part["content"] for part in content)
+            text += role + content
+            for call in message.get("tool_calls", ()):
+                arguments = call["function"]["arguments"]
+                arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+                arguments = {name: {} if value == {"c": None} else value for name, value in arguments.items()}
+                text += json.dumps({**call["function"], "arguments": arguments})
+            text += "</s>" if not row.get("truncated") or role == "<|user|>" else ""
+        texts.append(text)
+    return texts
+
+
+def sources_of(rows, folder):
+    """The same rows in every way that a user may have them."""
+    lines, marked, document = folder / "rows.jsonl", folder / "marked.jsonl", folder / "rows.json"
+    parts = folder / "parts"  # two files, and one of another split
+    parts.mkdir()
+    as_lines, half = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), len(rows) // 2
+    lines.write_text(as_lines, encoding="utf-8")
+    marked.write_text(as_lines, encoding="utf-8-sig")
+    document.write_text(json.dumps(rows, indent=1))
+    (parts / "train-0.jsonl").write_text("\n".join(map(json.dumps, rows[:half])))
+    (parts / "train-1.json").write_text(json.dumps(rows[half:]))
+    (parts / "test.jsonl").write_text(json.dumps(asked("of another split")))
+    paths = [lines, marked, document, parts]
+    if rows is ALIKE:  # which Arrow can hold as they are
+        table = Dataset.from_list(rows)
+        (folder / "tables").mkdir()
+        for path in (folder / "rows.parquet", folder / "tables" / "train.parquet"):
+            table.to_parquet(path)
+        table.save_to_disk(folder / "saved")
+        DatasetDict({"train": table}).save_to_disk(folder / "splits")
+        paths += [folder / name for name in ("rows.parquet", "tables", "saved", "splits")]
+        yield from (table, table.to_iterable_dataset())
+    yield from (rows, IterableDataset.from_generator(lambda: iter(rows)))
+    for path in map(str, paths):
+        for streaming in (False, True):
+            found = load_rows(path, streaming=streaming)
+            assert isinstance(found, IterableDataset) == streaming
+            yield found
+            yield add_file_positions(found, path)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_rows_of_every_source_are_each_row_alone(kind, tokenizer, tmp_path):
+    for source in sources_of(ROWS[kind], tmp_path):
+        kept = list(prepare_dataset(source, tokenizer, max_length=200))
+        assert [tokenizer.decode(row["input_ids"]) for row in kept] == alone(ROWS[kind])
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_rows_that_the_template_refuses_are_skipped_and_counted(caplog, streaming):
-    tokenizer = with_template(trained("bytes"), CHANNELS)
-    good = {"messages": chat("hi", "It is three.")}
-    bad = {"messages": [*chat("hi"), {**CALL, "content": "I add", "thinking": "so"}]}
-    rows = Dataset.from_list([good, bad, good, bad])
-    kept, lines = told(rows.to_iterable_dataset() if streaming else rows, tokenizer, caplog)
-    assert kept == told([good, good], tokenizer, caplog)[0]
-    why = "The chat template refuses the conversation (Both content and thinking, one was expected)."
-    first = "the first of them row 1 (the first is 0)"
-    counts = ["1 of 2", "2 of 4"] if streaming else ["2 of 4"]
-    assert lines == [f"Skipped {count} rows that cannot be used, {first}: {why}" for count in counts]
-    with pytest.raises(ValueError, match=r"^Nothing to train on in .*rows. Skipped .*row 0 .*one was expected\)\.$"):
-        told(Dataset.from_list([bad]).to_iterable_dataset() if streaming else [bad], tokenizer, caplog)
-
-
-RAISING = {
-    "raise_exception('Roles must\n alternate')": r"\(Roles must alternate\)",
-    "messages[0].absent.more": r"\(UndefinedError: .*absent",
-    "messages[0].content + 1": r"\(TypeError: ",
-    "1 / 0": r"\(ZeroDivisionError: ",
-    "messages[0].content | tojson | fromjson": r"\(TemplateAssertionError: .*fromjson",
-    "strftime_now(3)": r"\(TypeError: ",
-}
-
-
-@pytest.mark.parametrize("tags", [False, True])
-@pytest.mark.parametrize("expression", RAISING)
-def test_whatever_a_template_raises_is_a_line_with_its_row(expression, tags):
-    tokenizer, why = trained("bytes"), RAISING[expression]
-    tokenizer.chat_template = "{{ " + expression + " }}" + "{% generation %}{% endgeneration %}" * tags
-    rows = [{"messages": chat("hi", "so"), "_place": "rows.jsonl:7"}]
-    line = r"^rows\.jsonl:7: The chat template refuses the conversation "
-    with pytest.raises(ValueError, match=rf"{line}{why}") as refused:
-        encode_prompts(tokenizer, rows)
-    assert "\n" not in str(refused.value) and str(refused.value).endswith(").")
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:7: The chat template refuses the conversation {why}"):
-        prepare_dataset(rows, tokenizer, max_length=20)
-    with pytest.raises(ValueError, match=rf"^The chat template refuses the conversation {why}"):
-        encode_chat(tokenizer, chat("hi", "so"))
-
-
-def test_answers_that_are_written_otherwise_later_are_counted(caplog):
-    """Qwen3's turns that call a tool without reasoning: in generation an empty block is before them."""
-    tokenizer = with_template(trained("bytes"), BLOCKS)
-    result = {"role": "tool", "content": "three"}
-    row = {"messages": [*chat("add"), CALL, result, CALL, result, {"role": "assistant", "content": "It is three."}]}
-    thought = {"messages": [{**m, "reasoning_content": "so"} if m is CALL else m for m in row["messages"]]}
-    kept, lines = told([thought, row], tokenizer, caplog)
-    assert [supervised(tokenizer, encoded) for encoded in kept] == [
-        ["[so]\n!add</s>", "[so]\n!add</s>", "It is three.</s>"],
-        ["It is three.</s>"],
-    ]
-    assert len(lines) == 1 and lines[0].startswith(
-        "Not trained on are 2 answers in 1 of 2 rows, the first of them row 1 (the first is 0): the chat template"
+def test_several_files_are_one_dataset_and_some_rows_are_held_out(tokenizer, tmp_path, streaming):
+    kinds = [asked("hi", "42"), asked(PARTS, PARTS), {"question": "hi", "answer": "so"}]
+    paths = [tmp_path / f"{number}.jsonl" for number in range(3)]
+    for path, row in zip(paths, kinds):
+        path.write_text("\n".join(map(json.dumps, [row] * 3)))
+    names = [str(path) for path in paths]
+    more = dict(eval_dataset=names[0]) if streaming else {}
+    script = ScriptArguments(
+        target="t", dataset=names, rows=2, eval_rows=2, eval_prompts=0, streaming=streaming, **more
     )
+    train, held_out = load_data(script, 0)
+    texts = [tokenizer.decode(row["input_ids"]) for row in prepare_dataset(train, tokenizer, max_length=200)]
+    assert set(texts) <= set(alone(kinds)) and len(texts) == (6 if streaming else 4)
+    assert len(list(held_out)) == (3 if streaming else 2)  # all of another dataset, or so many of these
+    if not streaming:
+        again, _ = load_data(script, 0)
+        assert list(again) == list(train) != list(load_data(script, 1)[0])
 
 
-def test_what_the_template_does_not_write_is_counted(caplog):
-    tokenizer = with_template(
-        trained("bytes"), LINES.replace("m.content", "(m.content if m.role != 'system' else '')")
-    )
-    tools = json.dumps([{"type": "function", "function": {"name": "add"}}])
-    rows = [
-        {"messages": chat("hi", "It is three.")},
-        {"messages": [{"role": "system", "content": "Be brief."}, *chat("hi", "It is three.")]},
-        {"messages": [*chat("hi"), {"role": "assistant", "content": "It is three.", "reasoning": "so so"}]},
-        {"messages": chat("hi", "It is three."), "tools": tools},
-        {"messages": [*chat("hi"), CALL, *chat("hi", "It is three.")]},
-        {"messages": chat("hi", "It is three.", "why")},
+def test_tokens_of_a_list_may_be_tensors_or_arrays():
+    row = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "position_ids": [0, 1, 2]}
+    tensors = {name: torch.tensor(values) for name, values in row.items()}
+    arrays = {name: values.numpy() for name, values in tensors.items()}
+    expected = prepare_dataset(Dataset.from_list([row] * 3), None, max_length=9).to_list()
+    assert prepare_dataset([row, tensors, arrays], None, max_length=9).to_list() == expected == [row] * 3
+
+
+def test_tools_are_the_chat_templates():
+    tokenizer = templated("{% for tool in tools or [] %}{{ tool | tojson + '\n' }}{% endfor %}" + LINES)
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
+    rows = [{**asked("hi"), "tools": given} for given in (tools[:1], tools, None)]
+    kept = prepare_dataset(Dataset.from_list(rows), tokenizer, max_length=200).to_list()
+    assert [tokenizer.decode(row["input_ids"]).rstrip("\n") for row in kept] == [
+        tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False).rstrip("\n") for row in rows
     ]
-    kept, lines = told(rows, tokenizer, caplog)
-    assert len(kept) == len(rows)
-    wanted = {"system message": 1, "reasoning": 2, "tools": 3, "tool calls": 4}
-    assert [line.removesuffix(" (the first is 0).") for line in lines] == [
-        "Left out what follows the last answer in 1 of 6 rows, the first of them row 5",
-        *(
-            f"The chat template writes no {what} of 1 of 6 rows, the first of them row {n}"
-            for what, n in wanted.items()
-        ),
+
+
+# Cut and packed
+
+
+def cut(ids, mask, limit):
+    """Oracle: neighbouring tokens, so that half of the limit is before the first that is trained on, or more where the
+    document ends."""
+    first = mask.index(1) if 1 in mask else 0
+    start = 0
+    while first - start > limit // 2 and len(ids) - start > limit:
+        start += 1
+    return ids[start : start + limit], mask[start : start + limit]
+
+
+def documents_of(rows):
+    """Documents of training rows, cut where positions restart."""
+    for row in rows:
+        assert row.keys() == {"input_ids", "loss_mask", "position_ids"} and row["position_ids"][0] == 0
+        starts = [i for i, position in enumerate(row["position_ids"]) if position == 0]
+        for start, stop in zip(starts, [*starts[1:], len(row["input_ids"])]):
+            assert row["position_ids"][start:stop] == list(range(stop - start))
+            yield row["input_ids"][start:stop], row["loss_mask"][start:stop]
+
+
+MASKS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(MASKS, min_size=1, max_size=25), st.integers(2, 24))
+def test_every_document_with_two_neighbouring_answer_tokens_is_there_once_and_packing_is_tight(masks, limit):
+    rows = [{"input_ids": [100 * i + j for j in range(len(m))], "loss_mask": m, "x": "y"} for i, m in enumerate(masks)]
+    expected = [cut(row["input_ids"], row["loss_mask"], limit) for row in rows]
+    expected = [(ids, mask) for ids, mask in expected if "11" in "".join(map(str, mask))]
+    assume(expected)  # a dataset without any is refused
+    plain, packed = (prepare_dataset(rows, None, max_length=limit, packing=packing) for packing in (False, True))
+    assert list(documents_of(plain)) == expected and sorted(documents_of(packed)) == sorted(expected)
+    loads = [len(row["input_ids"]) for row in packed]
+    assert max(loads) <= limit and all(a + b > limit for i, a in enumerate(loads) for b in loads[:i])
+    first = [row["input_ids"][0] for row in packed]
+    assert first == sorted(first) and all(row["input_ids"] == sorted(row["input_ids"]) for row in packed)
+    assert list(prepare_dataset(packed, None, max_length=limit)) == list(packed)  # prepared rows stay as they are
+
+
+def test_packing_takes_the_longest_first():
+    """In their order these would take four rows."""
+    rows = [{"input_ids": [n] * n, "loss_mask": [1] * n} for n in (3, 3, 3, 7, 7, 7)]
+    packed = prepare_dataset(rows, None, max_length=10, packing=True)
+    assert [row["input_ids"] for row in packed] == [[3] * 3 + [7] * 7] * 3
+    more = prepare_dataset(packed.with_format("torch"), None, max_length=20, packing=True)
+    assert sorted(documents_of(more)) == sorted(documents_of(packed)) and len(more) == 2
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_streams_give_the_same_rows_again_and_again(packing):
+    tokenizer = templated(LINES)
+    rows = Dataset.from_list([{**asked("hi", "so " * n), "truncated": n % 2 == 0} for n in range(1, 9)])
+    expected = prepare_dataset(rows, tokenizer, max_length=40, packing=packing)
+    stream = prepare_dataset(rows.to_iterable_dataset(), tokenizer, max_length=40, packing=packing)
+    assert list(stream) == list(stream) == list(expected)
+    unknown = IterableDataset.from_generator(lambda: iter(rows))  # knows no columns
+    assert list(prepare_dataset(unknown, tokenizer, max_length=40, packing=packing)) == list(expected)
+
+
+def test_caching_recognizes_the_same_work():
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
+    rows = Dataset.from_list(ALIKE)
+
+    def fingerprint(tokenizer, max_length):
+        return prepare_dataset(rows, tokenizer, max_length=max_length, packing=True)._fingerprint
+
+    first = fingerprint(tokenizer, 20)
+    tokenizer("some text", truncation=True, max_length=5, padding="max_length")  # leaves a trace in the tokenizer
+    same = AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
+    assert fingerprint(tokenizer, 20) == fingerprint(same, 20) == first
+    same.chat_template += " "
+    assert len({first, fingerprint(tokenizer, 21), fingerprint(same, 20)}) == 3
+
+
+# What is left out
+
+
+def told(rows, tokenizer, caplog, max_length=60):
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data.rows"):
+        kept = list(prepare_dataset(rows, tokenizer, max_length=max_length))
+        return kept, list(caplog.messages)
+
+
+THREE, SO = {"role": "assistant", "content": "It is three."}, {"role": "assistant", "content": "so it is"}
+GOOD = asked("hi")
+RESULT, AGAIN = {"role": "tool", "content": "three"}, {"role": "user", "content": "why?"}
+SILENT = LINES.replace("m.content", "(m.content if m.role != 'system' else '')")
+MESSAGES = GOOD["messages"]
+USES = [*chat("add"), CALL, RESULT, CALL, RESULT, THREE]
+UNCUT = LINES.replace("m.content + eos", "'!' + eos")
+LEFT_OUT = {  # template, rows, the numbers of those that are kept, and words of each line that is logged
+    "no answer, and an empty one": (
+        LINES, [GOOD, asked("hi", ""), {"turns": ["hi"]}, GOOD, {"turns": ["q"]}], [0, 3],
+        [("2 of 5", "row 2", "no assistant text"), ("1 of 5", "row 1", "empty")],
+    ),
+    "what cannot be read, the most frequent reason first": (
+        LINES,
+        [asked("hi") | {"messages": [{"role": "judge", "content": "q"}]}, GOOD,
+         *({**GOOD, "images": [f"{n}.png"]} for n in range(3)), asked("hi", [{"type": "image"}])], [1],
+        [("3 of 6", "row 2", "`images`", "0.png"), ("1 of 6", "row 0", "judge"), ("1 of 6", "row 5", "image")],
+    ),
+    "half a character": (LINES, [GOOD, asked("hi", "\ud83d")], [0], [("1 of 2", "row 1", "\\ud83d")]),
+    "what the template refuses": (
+        CHANNELS, [GOOD, {"messages": [*MESSAGES[:1], {**CALL, "content": "I", "thinking": "so"}]}, GOOD], [0, 2],
+        [("1 of 3", "row 1", "Both content and thinking, one was expected")],
+    ),
+    "answers that are written otherwise later": (
+        BLOCKS, [{"messages": [{**m, "thinking": "so"} if m is CALL else m for m in USES]}, {"messages": USES}],
+        [0, 1], [("2 answers", "1 of 2", "row 1")],
+    ),
+    "what the template does not write": (
+        SILENT,
+        [GOOD, {"messages": [{"role": "system", "content": "Be brief."}, *MESSAGES]},
+         {"messages": [*MESSAGES[:1], {**THREE, "reasoning": "so so"}]},
+         {**GOOD, "tools": '[{"type": "function", "function": {"name": "add"}}]'},
+         {"messages": [*MESSAGES[:1], CALL, *MESSAGES]}, {"messages": [*MESSAGES, AGAIN]}], range(6),
+        [("follows the last answer", "1 of 6", "row 5"), ("system message", "row 1"), ("reasoning", "row 2"),
+         ("tools", "row 3"), ("tool calls", "row 4")],
+    ),
+    "what is not to be trained on": (
+        LINES, [{"messages": [MESSAGES[0], {**THREE, "train": False}]}, GOOD], [1],
+        [("1 of 2", "row 0", "nothing left"), ("1 answers", "1 of 2", "row 0", "`train`")],
+    ),
+    "answers that nothing asks for": (
+        LINES, [{"messages": [THREE, *MESSAGES]}], [0], [("1 answers", "1 of 1", "row 0")],
+    ),
+    "an answer within a token of its prompt": (
+        lambda: templated(WORDY, "first"), [{"messages": chat("user: q", "Hello", "user: q", "Hello there, I am")}],
+        [0], [("1 answers", "1 of 1", "row 0", "begins before")],
+    ),
+    "a cut that does not show": (
+        UNCUT, [{"messages": [*MESSAGES, *MESSAGES], "truncated": True}, GOOD], [0, 1],
+        [("1 answers", "1 of 2", "row 0", "token limit")],
+    ),
+    "an answer that the template leaves out": (
+        LINES.replace("{% for m in messages %}", "{% for m in messages if m.content != 'It is three.' %}").replace(
+            "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}", ""),
+        [{"messages": [*MESSAGES, AGAIN, SO]}], [0],
+        [("1 answers", "1 of 1", "row 0", "nothing")],
+    ),
+    "an answer that does not follow its prompt": (
+        LINES.replace("{% for m in messages %}", "{% for m in messages %}{{ '!' if loop.index == 2 }}"),
+        [{"messages": [*MESSAGES, AGAIN, THREE]}], [0], [("1 answers", "1 of 1", "row 0", "prompt")],
+    ),
+    "nothing between the tags": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content if m.content[:2] == 'so' }}"
+        "{% endgeneration %}{{ eos_token }}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+        [{"messages": [*MESSAGES, AGAIN, SO]}], [0],
+        [("1 answers", "1 of 1", "generation %}")],
+    ),
+    "answers that are too long": (
+        None, [{"input_ids": [1] * 70, "loss_mask": [0] * 60 + [1] * 10},
+               {"input_ids": [1] * 80, "loss_mask": [1] + [0] * 75 + [1] * 4}], [0],
+        [("1 of 2", "row 1", "60 tokens", "max_length"), ("1 of 2", "60 tokens", "max_length")],
+    ),
+    "one token": (
+        None, [{"input_ids": [1, 2, 3], "loss_mask": mask} for mask in ([0, 1, 1], [0, 1, 0], [0, 0, 0])], [0],
+        [("1 of 3", "row 2", "loss_mask"), ("1 of 3", "row 1", "too short")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_no_row_stops_a_run_and_each_reason_is_told_once_with_its_first_row(name, caplog):
+    template, rows, numbers, lines = LEFT_OUT[name]
+    tokenizer = template() if callable(template) else template and templated(template)
+    kept, found = told(rows, tokenizer, caplog)
+    assert kept == [told([rows[n]], tokenizer, caplog)[0][0] for n in numbers]
+    assert len(found) == len(lines), found
+    for line, words in zip(found, lines):
+        assert [word for word in words if word not in line] == [], line
+    streamed, found = told(IterableDataset.from_generator(lambda: iter(rows)), tokenizer, caplog)
+    assert streamed == kept
+    for words in lines:  # of a stream the number of rows is not known
+        assert any(all(word in line for word in words if " of " not in word) for line in found), found
+
+
+def test_a_stream_tells_of_every_doubling(caplog):
+    rows = [asked("hi", "so" if n % 4 else "") for n in range(40)]
+    _, lines = told(IterableDataset.from_generator(lambda: iter(rows)), templated(LINES), caplog)
+    assert [line.split(" rows")[0] for line in lines] == [
+        f"Skipped {n}" for n in ("1 of 1", "2 of 5", "4 of 13", "8 of 29")
     ]
 
 
-@pytest.mark.parametrize("template", [LINES, TAGGED])
-def test_an_answer_that_is_not_to_be_trained_on_is_not(template, caplog):
-    tokenizer = with_template(trained("bytes"), template)
-    for off in ({"train": False}, {"weight": 0}, {"weight": 0.0}, {"loss": False}):
-        first, last = chat("hi", "It is", "why?", "I am fine"), chat("hi", "It is", "why?", "I am fine")
-        first[1] |= off
-        last[3] |= off
-        marked = supervised(tokenizer, encode_chat(tokenizer, to_messages({"messages": first})))
-        assert marked == ["I am fine</s>"]
-        assert encode_chat(tokenizer, to_messages({"messages": last})) == encode_chat(tokenizer, chat("hi", "It is"))
-        none = chat("hi", "It is")
-        none[1] |= off
-        kept, lines = told([{"messages": none}, {"messages": first}], tokenizer, caplog)
-        assert len(kept) == 1 and "Skipped 1 of 2 rows" in lines[0] and "`train`" in lines[1]
-    twice = template.replace("{% endgeneration %}", "{% endgeneration %}{% generation %} {% endgeneration %}")
-    if twice != template:
-        with pytest.raises(ValueError, match="2 answers have 4 blocks"):
-            encode_chat(with_template(tokenizer, twice), to_messages({"messages": first}))
+def test_rows_of_files_are_told_by_their_line(tmp_path, caplog):
+    """Empty lines count, as in an editor."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(["", json.dumps(GOOD), "", json.dumps(asked("hi", ""))]))
+    for streaming, place in ((False, f"{path}:4"), (True, f"{path}, row 1")):
+        rows = add_file_positions(load_rows(str(path), streaming=streaming), str(path))
+        kept, (line,) = told(rows, templated(LINES), caplog)
+        assert len(kept) == 1 and place in line
 
 
-def test_each_reason_is_told_once_the_most_frequent_first_and_a_few_of_them(caplog):
-    tokenizer, good = with_template(trained("bytes"), LINES), {"messages": chat("hi", "It is three.")}
-    images = [{**good, "images": [f"{n}.png"]} for n in range(3)]
-    speakers = [{"messages": [{"role": name, "content": "q"}]} for name in ("narrator", "judge")]
-    kept, lines = told([speakers[0], good, images[0], speakers[1], *images[1:]], tokenizer, caplog)
-    assert len(kept) == 1 and [line.split(" (the")[0] for line in lines] == [
-        "Skipped 3 of 6 rows that cannot be used, the first of them row 2",
-        "Skipped 2 of 6 rows that cannot be used, the first of them row 0",
-    ]
-    assert "`images` of a row is ['0.png']" in lines[0] and "Unknown speaker 'narrator'" in lines[1]
-    raising = "{% if m.role == 'user' %}{{ raise_exception(m.content) }}{% endif %}{{ m.content }}{% endfor %}"
-    tokenizer.chat_template = "{% for m in messages %}" + raising
-    letters = [{"messages": chat(letter, "It is three.")} for letter in "abcdefghijk"]
-    asked = {"messages": [{"role": "assistant", "content": "It is three."}]}
-    with pytest.raises(ValueError, match=r"^Nothing to train on in 12 rows\. Skipped 3 of 12 rows .*\(i\)\.$"):
-        prepare_dataset([*letters, asked], tokenizer, max_length=60)
+def test_nothing_left_is_told_early():
+    read = []
+    endless = IterableDataset.from_generator(lambda: ({"turns": [str(read.append(1))]} for _ in range(10**6)))
+    with pytest.raises(ValueError, match="1,000"):
+        prepare_dataset(endless, templated(LINES), max_length=20, packing=True)
+    assert len(read) < 3000

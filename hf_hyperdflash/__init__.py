@@ -17,7 +17,7 @@ _MODULE_OF = {
     "load_tokenizer": "hub.loading",
     "bind": "decoding.bind",
     "unbind": "decoding.bind",
-    "capture_residual": "decoding.bind",
+    "capture_residual": "targets.registry",
     "Drafter": "drafters.base",
     "Observer": "drafters.base",
     "PromptLookupDrafter": "drafters.without_weights.prompt_lookup",

@@ -7,7 +7,6 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -472,33 +471,6 @@ def unbind_from(target: PreTrainedModel, drafter: Drafter) -> None:
         unbind(target)
     elif binding.default is drafter:
         binding.default = None
-
-
-@contextmanager
-def capture_residual(target: PreTrainedModel, target_layer_ids: Many[int] = (-1,)) -> Iterator[list[torch.Tensor]]:
-    """Collect the residual streams of every forward that this thread runs inside the context.
-
-    Args:
-        target: The target. One that is not bound gets hooks for the time, which torch does not expect to go while
-            another thread runs it: bind it where several threads do.
-        target_layer_ids: After which layers: -1 is the last, whose streams are the pre-collapse residual. Empty
-            for nothing.
-
-    Yields:
-        A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
-        streams per layer, in the order of `target_layer_ids`.
-    """
-    seen, bound = target_of(target), getattr(vars(target).get("hyperdflash_binding"), "residual", None)
-    tap = ResidualTap(seen.layers, seen.streams) if bound is None else bound
-    capture = tap.new_capture(target_layer_ids)
-    end = tap.captures.add(capture) if target_layer_ids else None
-    try:
-        yield capture.captured
-    finally:
-        if end is not None:
-            end()
-        for handle in tap.handles if bound is None else ():
-            handle.remove()
 
 
 @functools.cache

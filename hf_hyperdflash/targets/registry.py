@@ -1,19 +1,21 @@
-"""The families of targets, and the choice of the family that a model belongs to."""
+"""The families of targets, the choice of the family that a model belongs to, and what is read of a model by it."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .deepseek_v4 import FAMILIES as DEEPSEEK_V4
-from .hooks import EMBEDDINGS
+from .hooks import EMBEDDINGS, ResidualTap
 from .hyper_connections import FAMILIES as HYPER_CONNECTIONS
 from .plain import FAMILIES as PLAIN
 from .target import Target, Trunk
@@ -206,3 +208,30 @@ def is_bound(model: object) -> bool:
 def is_drafter(model: object) -> bool:
     """Return whether `model` has the methods of a [`~drafters.base.Drafter`], as wrapped ones have, too."""
     return all(callable(getattr(model, name, None)) for name in ("check_target", "extend", "propose"))
+
+
+@contextmanager
+def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = (-1,)) -> Iterator[list[torch.Tensor]]:
+    """Collect the residual streams of every forward that this thread runs inside the context.
+
+    Args:
+        target: The target. One that is not bound gets hooks for the time, which torch does not expect to go while
+            another thread runs it: bind it where several threads do.
+        target_layer_ids: After which layers: -1 is the last, whose streams are the pre-collapse residual. Empty
+            for nothing.
+
+    Yields:
+        A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
+        streams per layer, in the order of `target_layer_ids`.
+    """
+    seen, bound = target_of(target), getattr(vars(target).get("hyperdflash_binding"), "residual", None)
+    tap = ResidualTap(seen.layers, seen.streams) if bound is None else bound
+    capture = tap.new_capture(target_layer_ids)
+    end = tap.captures.add(capture) if target_layer_ids else None
+    try:
+        yield capture.captured
+    finally:
+        if end is not None:
+            end()
+        for handle in tap.handles if bound is None else ():
+            handle.remove()

@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ...decoding.bind import capture_residual
+from ...targets.registry import capture_residual
 
 
 def compute_residual(

@@ -16,7 +16,7 @@ from hf_hyperdflash.hub.cards import drafter_card
 from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.hub.found import check_drafter
 from hf_hyperdflash.hub.gguf import name_in_gguf
-from hf_hyperdflash.hub.loading import check_made_for, check_target
+from hf_hyperdflash.hub.loading import check_target
 
 from ..conftest import MODELS, tiny_config, tiny_drafter, tiny_target
 from ..helpers.deepseek_checkpoints import mtp_shapes, random_tensors, write_shards
@@ -277,9 +277,6 @@ REFUSED = {
     "too many devices": Refusal(lambda at: load_drafter(at / "drafter", device="cuda:77"), ("`device`", "'cuda:77'")),
     "a name for a target": Refusal(lambda at: load_drafter(at / "drafter", target="org/name"), ("org/name", "model")),
     "a number for a target": Refusal(lambda at: load_drafter(at / "drafter", target=3), ("int", "model")),
-    "too many drafts": Refusal(
-        lambda at: check_made_for(str(at / "target"), str(at / "drafter"), num_draft_tokens=99), ("99",)
-    ),
     "a card of a target": Refusal(lambda at: drafter_card(MODELS / "tiny-deepseek-v4"), ("'hyperdflash'", "'eagle3'")),
     "a card of nothing": Refusal(lambda at: drafter_card(at / "nothing"), ("config.json",), OSError),
     "no method": Refusal(lambda at: measured(RESULTS), ("compares",)),

@@ -37,16 +37,8 @@ def cached(
     save: Callable[[Part, Path], Any] | None,
     size: Callable[[Part], int] = lambda _: 0,
 ) -> Part:
-    """Return a part of a GGUF file: loaded from its folder, or else read from the file and saved as a folder.
-
-    Args:
-        path: The file.
-        part: The name of the part.
-        read: Reads it from the file.
-        load: Loads it from its folder.
-        save: Saves it in a folder; `None` if this one must not be kept.
-        size: The bytes that the folder will have, if that is much: twice as many must be free.
-    """
+    """Return a part of a GGUF file: loaded from its folder, or else read from the file and saved as a folder, unless
+    there is no `save`, or not twice the free space of `size`."""
     if os.environ.get(SWITCH, "").upper() in ("0", "OFF", "NO", "FALSE"):
         return read()
     folder = _version(path) / part

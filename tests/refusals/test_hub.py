@@ -277,7 +277,7 @@ REFUSED = {
     "too many devices": Refusal(lambda at: load_drafter(at / "drafter", device="cuda:77"), ("`device`", "'cuda:77'")),
     "a name for a target": Refusal(lambda at: load_drafter(at / "drafter", target="org/name"), ("org/name", "model")),
     "a number for a target": Refusal(lambda at: load_drafter(at / "drafter", target=3), ("int", "model")),
-    "a card of a target": Refusal(lambda at: drafter_card(MODELS / "tiny-deepseek-v4"), ("'hyperdflash'", "'eagle3'")),
+    "a card of a target": Refusal(lambda at: drafter_card(MODELS / "tiny-deepseek-v4"), ("tiny-deepseek-v4", "EAGLE-3")),
     "a card of nothing": Refusal(lambda at: drafter_card(at / "nothing"), ("config.json",), OSError),
     "no method": Refusal(lambda at: measured(RESULTS), ("compares",)),
     "no such method": Refusal(lambda at: measured(RESULTS, "Nothing like it"), ("Nothing like it",)),

@@ -98,7 +98,10 @@ def drafter_card(
     made_for = getattr(config, "target_name_or_path", "")
     drafts_for = getattr(config, "target_model_type", "deepseek_v4")  # else it is that model's own
     described = describe(config)
-    sources = [source.partition(":")[0] for source in training.get("settings", {}).get("dataset") or ()]
+    settings = dict(training.get("settings", {}))
+    sources = [source.partition(":")[0] for source in settings.get("dataset") or ()]
+    # Steps end a training, or epochs: only what did is told.
+    settings.pop("num_train_epochs" if settings.get("max_steps", -1) > 0 else "max_steps", None)
     taus = {"by real generation": "eval_tau", "by the teacher-forced walk": "eval_teacher_forced_tau"}
     metrics = training.get("metrics", {})
     outcome = ", ".join(f"{metrics[name]:.2f} {how}" for how, name in taus.items() if name in metrics)
@@ -128,7 +131,7 @@ def drafter_card(
         shares_all=described.shares_all,
         parameters=_parameters(folder),
         dtype=dtype,
-        recipe=_recipe(training.get("settings", {})),
+        recipe=[(label, _text(settings[name])) for name, label in _SETTINGS.items() if settings.get(name) is not None],
         outcome=f"Tau on the held-out prompts at the end of training: {outcome}." if outcome else None,
         measured=measured,
         figure=figure if measured else None,
@@ -155,15 +158,6 @@ def _parameters(folder: Path) -> str | None:
 def is_hub_name(name: str) -> bool:
     """Return whether a name is `org/name`, and not a file or folder of this machine."""
     return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", name)) and not Path(name).exists()
-
-
-def _recipe(settings: dict[str, Any]) -> list[tuple[str, str]]:
-    values = dict(settings)
-    if values.get("max_steps", -1) > 0:  # epochs do not count then
-        values.pop("num_train_epochs", None)
-    else:
-        values.pop("max_steps", None)
-    return [(label, _text(values[name])) for name, label in _SETTINGS.items() if values.get(name) is not None]
 
 
 def _text(value: object) -> str:

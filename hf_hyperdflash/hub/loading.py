@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     DeepseekV4Config,
+    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -46,7 +47,6 @@ from .foreign import load_foreign
 from .found import Found, check_drafter, check_weights, find, read_fields, readable, unsupported_kind
 from .gguf import (
     check_gguf,
-    dequantized,
     gguf_path,
     name_in_gguf,
     names_made_once,
@@ -121,8 +121,12 @@ def _load_from_gguf(name: str, where: dict[str, Any], options: dict[str, Any]) -
 
     def read() -> PreTrainedModel:
         config = read_gguf_config(name, where)
+        # All weights become tensors of one dtype, as a drafter's embedding and LM head are.
+        wanted = {**options, "quantization_config": GgufConfig(dequantize=True)}
+        if not any(hasattr(config, option) for option in options.keys() - {"dtype"}):
+            wanted["config"] = config  # else transformers has to read it again, with these options in it
         with names_made_once():
-            target = _load_with(config, name, dequantized(options, config))
+            target = _load_with(config, name, wanted)
         settle_target(target, name, where)
         return target
 

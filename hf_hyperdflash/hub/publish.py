@@ -112,23 +112,20 @@ def drafter_files(folder: str | os.PathLike) -> list[str]:
     Links are left out, because they may point to anything.
     """
     folder = Path(folder)
+    # The modules in its configuration, and all modules that they import.
+    config = folder / "config.json"
+    entries = json.loads(config.read_text(encoding="utf-8")).get("auto_map") or {} if config.is_file() else {}
+    modules = {folder / f"{entry.rpartition('--')[2].partition('.')[0]}.py" for entry in entries.values()}
+    modules = {module for module in modules if module.is_file()}
+    modules |= {Path(path) for module in modules for path in get_relative_import_files(module)}
+    code = {module.name for module in modules if module.parent == folder}
     names = {
-        "config.json", SAFE_WEIGHTS_INDEX_NAME, *weight_files(folder), *_code_names(folder), RECIPE_FILE,
+        "config.json", SAFE_WEIGHTS_INDEX_NAME, *weight_files(folder), *code, RECIPE_FILE,
         "adapter_config.json", "adapter_model.safetensors", *_FROM_ITS_FOLDER,
     }  # fmt: skip
     places = {name: {folder / name, (folder / name).parent} - {folder} for name in names}
     linked = {name for name, paths in places.items() if any(path.is_symlink() for path in paths)}
     return sorted(name for name in names - linked if (folder / name).is_file())
-
-
-def _code_names(folder: Path) -> set[str]:
-    """Return the names of the modules in a saved drafter's configuration, and of all modules that they import."""
-    config = folder / "config.json"
-    entries = json.loads(config.read_text(encoding="utf-8")).get("auto_map") or {} if config.is_file() else {}
-    modules = {folder / f"{folder_name.rpartition('--')[2].partition('.')[0]}.py" for folder_name in entries.values()}
-    modules_there = [module for module in modules if module.is_file()]
-    imported = (Path(path) for module in modules_there for path in get_relative_import_files(module))
-    return {path.name for path in [*modules_there, *imported] if path.parent == folder}
 
 
 @contextmanager

@@ -131,12 +131,11 @@ def check_drafter(
         raise ValueError(f"{name} is {_no_drafter(fields, name)}")
     if found.layout:
         check_not_quantized(fields, str(name), name)
-    is_theirs = found.layout is not None and found.kind in kinds
-    is_ours = found.layout is None and not found.is_targets_own and found.kind in kinds
-    if kinds and not is_ours and not (is_theirs and or_others):
+    is_known = found.kind in kinds and not found.is_targets_own
+    if kinds and not (is_known and (or_others or found.layout is None)):
         known = [str(kind) for kind in KINDS if kind in kinds]
         listed = ", ".join(known[:-1]) + " or " * (len(known) > 1) + known[-1]
-        step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_theirs else ""
+        step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_known else ""
         raise ValueError(f"{name} is {found}, expected {listed}, saved by this package{step}.")
     if needs_weights and not found.is_targets_own:  # which may be without the parts that have the target alone
         check_weights(name, "*.safetensors", *(found.kind.files if found.layout else ()))

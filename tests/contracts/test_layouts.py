@@ -46,6 +46,7 @@ def assert_same(drafter, again):
     assert {name: getattr(again.config, name) for name in given} == given
 
 
+# Up to 5 s on a busy machine: the oracles loop over channels and rounds.
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_drafts_are_the_oracles_and_so_they_are_when_it_is_saved(name, tmp_path):
     target = made(name, tmp_path)
@@ -105,17 +106,10 @@ def test_the_oracle_reads_what_is_written_of_ours(format, fields, tmp_path):
     assert again.config.kinds == drafter.config.kinds and again.target_layer_ids == drafter.target_layer_ids
 
 
-@pytest.mark.parametrize("name", ["modal-labs' and incoai's GLM-5.3-Flash"])
-def test_how_many_streams_there_are_is_a_matter_of_the_target(name, tmp_path):
-    """It is not in the file, and neither has it to be when the drafter is saved as ours or written again."""
-    target = made(name, tmp_path / "theirs")
-    drafter = load_drafter(tmp_path / "theirs")
-    drafter.save_pretrained(tmp_path / "saved")
-    export_dflash(drafter, tmp_path / "again", "z-lab")
-    for folder in ("saved", "again"):
-        again = load_drafter(tmp_path / folder)
-        for each in (target, qwen3().eval()):
-            check_rounds(again, each, tmp_path / "theirs", (0.0,))
+def test_how_many_streams_there_are_is_a_matter_of_the_target(tmp_path):
+    """It is not in the file: the same drafter reads a target with one."""
+    made("modal-labs' and incoai's GLM-5.3-Flash", tmp_path)
+    check_rounds(load_drafter(tmp_path), qwen3().eval(), tmp_path)
 
 
 @pytest.mark.parametrize("name", EACH)

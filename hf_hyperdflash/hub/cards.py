@@ -10,10 +10,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
+from transformers import PreTrainedConfig
 
 from ..drafters.saved import about_code
 from ..drafters.weights import weight_files
@@ -91,7 +92,7 @@ def drafter_card(
     are more about the training than the record has, and `limits` say where the drafter does not do well.
     """
     folder = Path(folder)
-    config: Any = check_drafter(folder, kinds=KINDS, needs_weights=False).config
+    config = cast(PreTrainedConfig, check_drafter(folder, kinds=KINDS, needs_weights=False).config)
     record = folder / TRAINING_RECORD
     training = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     repo_id = repo_id or str(folder)

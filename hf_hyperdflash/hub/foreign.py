@@ -45,14 +45,13 @@ def load_foreign(found: Found, target: PreTrainedModel | None, dtype: torch.dtyp
     folder = Path(name)
     if not folder.is_dir():
         # Of a repository with several drafters those files alone that are in the folder of this one.
-        options: dict[str, Any] = {**found.hub_kwargs}
+        options = found.hub_kwargs.copy()
         subfolder = options.pop("subfolder", "")
         inside = f"{subfolder.strip('/')}/" if subfolder else ""
-        files = ("*.json", "*.safetensors", *found.kind.files)
-        wanted = [f"{inside}{file}" for file in files]
-        folder = Path(
-            snapshot_download(name, allow_patterns=wanted, ignore_patterns=[f"{inside}*/*"], **options), subfolder
-        )
+        wanted = [f"{inside}{file}" for file in ("*.json", "*.safetensors", *found.kind.files)]
+        others = [f"{inside}*/*"]
+        downloaded = snapshot_download(name, allow_patterns=wanted, ignore_patterns=others, **cast(Any, options))
+        folder = Path(downloaded, subfolder)
         check_not_quantized(found.fields, name, folder)
     tensors = {
         ours: tensor

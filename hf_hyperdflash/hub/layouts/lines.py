@@ -117,7 +117,7 @@ NO_WINDOWS = WINDOWS._replace(read=_refuse_windows)
 # What is read of the target
 
 
-def from_outputs(ids: Any) -> Any:
+def from_outputs(ids: object) -> object:
     """Return our ids of layers from those that count outputs, in which -1 is the embeddings'. Our configuration checks
     them."""
     return [EMBEDDINGS if i == -1 else i for i in ids] if isinstance(ids, list) else ids

@@ -16,8 +16,9 @@ from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import changed_fields, export_dflash
+from hf_hyperdflash.hub.found import check_drafter
 from hf_hyperdflash.hub.layouts.lines import ROPE, STREAMS, WINDOWS, layers_read, shape
-from hf_hyperdflash.hub.layouts.table import Layout, always, inside, marked, same
+from hf_hyperdflash.hub.layouts.table import Entry, Layout, always, inside, marked, same
 from hf_hyperdflash.hub.publish import planned_push
 from hf_hyperdflash.targets.registry import target_of
 
@@ -89,6 +90,60 @@ def test_a_new_layout_is_a_table(target):
     assert layout.unknown({**fields, "depth": 3}, "org/name") == {"depth": 3}
     del fields["width"]
     Refusal(layout.read, ("org/name", "`width`")).check(fields, "org/name")
+
+
+@pytest.mark.parametrize(
+    ("fields", "width"),
+    [
+        ({}, 3), ({"width": None}, None), ({"width": 4}, 4), ({"width": 4, "first": {"width": None}}, 4),
+        ({"width": 4, "first": {"width": 5}}, 5), ({"first": {"width": 5}, "last": {"width": 6}}, 6),
+        ({"last": {"width": 6}, "v9_width": 7}, 7), ({"last": {"width": 6}, "v9_width": None}, 6),
+        ({"last": None, "first": {"width": 5}}, 5), ({"first": {"height": 1}, "width": 4}, 4),
+    ],
+)  # fmt: skip
+def test_which_of_several_places_counts(fields, width):
+    """The later section more than the earlier one, a prefix most, a default least, and what is empty not at all."""
+    seen = []
+    layout = Layout(
+        fits=lambda fields: True, config=lambda: None, sections={"first": None, "last": ("width",)}, prefix="v9_",
+        table=(Entry(("width", "height"), lambda given: seen.append(given("width")) or {}),),
+        defaults=lambda fields: {"width": 3},
+    )  # fmt: skip
+    layout.read(fields, "org/name")
+    assert seen == [width]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "ours"),
+    [
+        ("specforge", {"dspark_bonus_anchor": True}, {"sample_from_anchor": False}),
+        ("specforge", {"dspark_bonus_anchor": False}, {"sample_from_anchor": True}),
+        ("z-lab", {"dspark_bonus_anchor": False}, {"sample_from_anchor": True, "window_from": "anchor"}),
+        ("z-lab", {"draft_vocab_size": 64}, {"draft_vocab_size": 0}),
+        ("z-lab", {"sliding_window": 6, "use_sliding_window": True}, {"sliding_window": None}),
+        ("z-lab", {"is_causal": None}, {"causal_layers": "none"}),
+        ("z-lab window", {"is_causal": None}, {"causal_layers": "sliding", "window_from": "slot"}),
+        ("deepspec", {"enable_confidence_head": None}, {"confidence_head": False}),
+        ("deepspec", {"enable_confidence_head": None, "confidence_head_alpha": 1.0}, {"confidence_head": True}),
+        ("deepspec", {"confidence_head_with_markov": False}, {"confidence_reads_token": False}),
+        ("speculators dspark", {"sample_from_anchor": None}, {"sample_from_anchor": True}),
+        ("speculators", {"sample_from_anchor": None}, {"sample_from_anchor": False}),
+        ("speculators", {"target_hidden_size": 64}, {"reducer": "stream_mean", "any_streams": True}),
+        ("safeailab", {"norm_output": True}, {"norm_output": False}),
+        ("safeailab", {"norm_output": True, "num_aux_hidden_states": 3}, {"norm_output": True}),
+        ("safeailab", {"target_hidden_size": 64}, {"own_embedding": False, "usual_layers": False}),
+        ("safeailab", {"target_hidden_size": 32}, {"own_embedding": True, "target_hidden_size": 32}),
+        ("safeailab", {"eagle_config": None}, {"usual_layers": True, "target_layer_ids": [1, 2, 3]}),
+        ("specblock", {"draft_vocab_size": None, "vocab_size": 32001}, {"draft_vocab_size": 32000, "block_size": 3}),
+    ],
+)  # fmt: skip
+def test_what_fields_of_others_mean(name, fields, ours, tmp_path):
+    torch.manual_seed(0)
+    LAYOUTS[name].write(tmp_path, LAYOUTS[name].target())
+    given = {**json.loads((tmp_path / "config.json").read_text()), **fields}
+    (tmp_path / "config.json").write_text(json.dumps({key: it for key, it in given.items() if it is not None}))
+    config = check_drafter(tmp_path).config
+    assert {field: getattr(config, field) for field in ours} == ours
 
 
 @pytest.mark.parametrize(("field", "value"), [("target_layer_ids", [1, 2]), ("sample_from_anchor", True)])

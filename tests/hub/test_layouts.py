@@ -284,7 +284,10 @@ def test_copies_of_the_targets_are_shared_and_others_kept(tmp_path, deeper, of):
         assert drafter.config.draft_vocab_size == (VOCABULARY if is_own and of == "head" else 0)
         found = drafter.embed(target_of(deeper), torch.tensor([[5]]))[0, 0]
         assert torch.equal(found, copies["embed_tokens"][5])
-    assert load_drafter(tmp_path).config.own_embedding  # nothing to compare with
+    with torch.device("meta"):
+        unloaded = type(deeper)(deeper.config)
+    for target in (None, unloaded):  # nothing to compare with
+        assert load_drafter(tmp_path, target=target).config.own_embedding
     assert drafter.config.target_name_or_path == "Qwen/Qwen3-4B"
 
 
@@ -398,6 +401,8 @@ def test_how_many_layers_a_target_has_is_left_out_where_it_is_not_known(target, 
     drafter.config.target_num_layers = 0
     export_dflash(drafter, tmp_path)
     assert "num_target_layers" not in json.loads((tmp_path / "config.json").read_text())
+    export_dflash(drafter, tmp_path, target=target)
+    assert json.loads((tmp_path / "config.json").read_text())["num_target_layers"] == 4
 
 
 @pytest.mark.parametrize("unnamed", [False, True])

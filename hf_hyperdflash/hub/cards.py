@@ -10,15 +10,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
+from transformers import PreTrainedConfig
 
 from ..drafters.saved import about_code
 from ..drafters.weights import weight_files
-from .kinds import describe
-from .loading import read_config
+from .found import check_drafter
+from .kinds import KINDS, describe
 
 TRAINING_RECORD, PICTURE = "training.json", "acceptance.png"
 # The template is only in the package: a drafter that is pushed by code from the Hub gets no new card.
@@ -64,19 +65,12 @@ _SETTINGS = {
 
 @dataclass
 class Measured:
-    """A benchmark for a card.
+    """A benchmark for a card."""
 
-    Attributes:
-        settings: A paragraph with method, prompts, hardware, versions and date.
-        tables: Tables in Markdown.
-        results: Entries of the card's `model-index`.
-        speedups: The average over the suites, for each mode and temperature.
-    """
-
-    settings: str
-    tables: str
-    results: list[EvalResult] = field(default_factory=list)
-    speedups: list[float] = field(default_factory=list)
+    settings: str  # a paragraph with method, prompts, hardware, versions and date
+    tables: str  # in Markdown
+    results: list[EvalResult] = field(default_factory=list)  # entries of the card's `model-index`
+    speedups: list[float] = field(default_factory=list)  # the suites' average, for each mode and temperature
 
 
 def drafter_card(
@@ -92,39 +86,33 @@ def drafter_card(
     notes: str | None = None,
     limits: str | None = None,
 ) -> ModelCard:
-    """Return the card of the drafter saved in `folder`.
+    """Return the card of the drafter saved in `folder`, with the record of its training if there is one.
 
-    Args:
-        folder: A folder with `config.json` and, if there is a record of the training, `training.json`.
-        repo_id: The name that users load it by; the folder by default.
-        target: The name that users load the target by; the configuration's `target_name_or_path` by default.
-        license: A Hub licence name.
-        tags: More tags.
-        dtype: The target's dtype in the usage snippet.
-        measured: The result of [`~benchmark.report.measured`].
-        figure: Path or address of the acceptance figure, relative to the card.
-        notes: More about the training than the record has.
-        limits: A text about where the drafter does not do well.
-
-    Raises:
-        ValueError: If the folder's configuration is not one of a drafter.
-        OSError: If there is none.
+    `repo_id` and `target` are the names that users load both by, `figure` is an address relative to the card, `notes`
+    are more about the training than the record has, and `limits` say where the drafter does not do well.
     """
     folder = Path(folder)
-    config = read_config(folder)
+    config = cast(PreTrainedConfig, check_drafter(folder, kinds=KINDS, needs_weights=False).config)
     record = folder / TRAINING_RECORD
     training = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     repo_id = repo_id or str(folder)
     made_for = getattr(config, "target_name_or_path", "")
     drafts_for = getattr(config, "target_model_type", "deepseek_v4")  # else it is that model's own
     described = describe(config)
+    settings = dict(training.get("settings", {}))
+    sources = [source.partition(":")[0] for source in settings.get("dataset") or ()]
+    # Steps end a training, or epochs: only what did is told.
+    settings.pop("num_train_epochs" if settings.get("max_steps", -1) > 0 else "max_steps", None)
+    taus = {"by real generation": "eval_tau", "by the teacher-forced walk": "eval_teacher_forced_tau"}
+    metrics = training.get("metrics", {})
+    outcome = ", ".join(f"{metrics[name]:.2f} {how}" for how, name in taus.items() if name in metrics)
     data = ModelCardData(
         base_model=made_for if is_hub_name(made_for) else None,
         license=license,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["hyperdflash", "speculative-decoding", *filter(None, [drafts_for]), *(tags or ())],
-        datasets=_hub_names(training.get("settings", {}).get("dataset")) or None,
+        datasets=list(filter(is_hub_name, sources)) or None,
         model_name=Path(repo_id).name,
         eval_results=(measured.results if measured else None) or None,
     )
@@ -144,8 +132,8 @@ def drafter_card(
         shares_all=described.shares_all,
         parameters=_parameters(folder),
         dtype=dtype,
-        recipe=_recipe(training.get("settings", {})),
-        outcome=_outcome(training.get("metrics", {})),
+        recipe=[(label, _text(settings[name])) for name, label in _SETTINGS.items() if settings.get(name) is not None],
+        outcome=f"Tau on the held-out prompts at the end of training: {outcome}." if outcome else None,
         measured=measured,
         figure=figure if measured else None,
         notes=notes,
@@ -168,22 +156,9 @@ def _parameters(folder: Path) -> str | None:
     return f"{count:,}" if count else None
 
 
-def _hub_names(sources: Sequence[str] | None) -> list[str]:
-    return [name for source in sources or () if is_hub_name(name := source.partition(":")[0])]
-
-
 def is_hub_name(name: str) -> bool:
     """Return whether a name is `org/name`, and not a file or folder of this machine."""
     return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", name)) and not Path(name).exists()
-
-
-def _recipe(settings: dict[str, Any]) -> list[tuple[str, str]]:
-    values = dict(settings)
-    if values.get("max_steps", -1) > 0:  # epochs do not count then
-        values.pop("num_train_epochs", None)
-    else:
-        values.pop("max_steps", None)
-    return [(label, _text(values[name])) for name, label in _SETTINGS.items() if values.get(name) is not None]
 
 
 def _text(value: object) -> str:
@@ -196,15 +171,3 @@ def _text(value: object) -> str:
         if isinstance(value, float)
         else str(value)
     )
-
-
-def _outcome(metrics: dict[str, float]) -> str | None:
-    described = [
-        f"{metrics[name]:.2f} {how}"
-        for name, how in (
-            ("eval_tau", "by real generation"),
-            ("eval_teacher_forced_tau", "by the teacher-forced walk"),
-        )
-        if name in metrics
-    ]
-    return f"Tau on the held-out prompts at the end of training: {', '.join(described)}." if described else None

@@ -24,7 +24,6 @@ from ..drafters.weights import (
     weight_files,
 )
 from .found import Found, about_unknown, check_not_quantized
-from .kinds import KINDS
 from .layouts.table import Layout
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,14 @@ def load_foreign(found: Found, target: PreTrainedModel | None, dtype: torch.dtyp
     config: Any = copy.deepcopy(found.config)
     folder = Path(name)
     if not folder.is_dir():
-        folder = _downloaded(name, **found.hub_kwargs)
+        # Of a repository with several drafters those files alone that are in the folder of this one.
+        options = found.hub_kwargs.copy()
+        subfolder = options.pop("subfolder", "")
+        inside = f"{subfolder.strip('/')}/" if subfolder else ""
+        wanted = [f"{inside}{file}" for file in ("*.json", "*.safetensors", *found.kind.files)]
+        others = [f"{inside}*/*"]
+        downloaded = snapshot_download(name, allow_patterns=wanted, ignore_patterns=others, **cast(Any, options))
+        folder = Path(downloaded, subfolder)
         check_not_quantized(found.fields, name, folder)
     tensors = {
         ours: tensor
@@ -108,16 +114,6 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise OSError(f"{path} holds a {type(tensors).__name__}, expected tensors by their names.")
     return tensors
-
-
-def _downloaded(name: str, subfolder: str = "", **hub_kwargs: Any) -> Path:
-    """Return where a drafter's files are, those of its folder of the repository alone."""
-    inside = f"{subfolder.strip('/')}/" if subfolder else ""
-    files = [file for kind in KINDS for file in kind.files]
-    wanted = [f"{inside}{file}" for file in ("*.json", "*.safetensors", *files)]
-    return Path(
-        snapshot_download(name, allow_patterns=wanted, ignore_patterns=[f"{inside}*/*"], **hub_kwargs), subfolder
-    )
 
 
 def _has_own(part: str, tensors: dict[str, torch.Tensor], target: PreTrainedModel | None) -> bool:

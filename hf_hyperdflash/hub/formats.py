@@ -127,22 +127,11 @@ def check_replaceable(folder: str | Path) -> None:
 def export_dflash(
     drafter: HyperDFlashDrafter, folder: str | Path, format: str = "z-lab", target: PreTrainedModel | None = None
 ) -> str:
-    """Write a drafter in another layout, where it is expressible there.
+    """Write a drafter in another layout, and return how engines are told to serve it.
 
-    Args:
-        drafter: With `reducer="fc"` over intermediate layers of a target with one residual stream. Without a head it
-            is DFlash, with DSpark's heads DSpark, with a selector and convolutions DFlash 2.
-        folder: Created if missing.
-        format: `"z-lab"` (DFlash and DFlash 2), `"speculators"` (all three) or `"deepspec"` (DSpark).
-        target: Its target, whose embedding and LM head DeepSpec's layout holds copies of; the others do without.
-
-    Returns:
-        How engines are told to serve it.
-
-    Raises:
-        ValueError: If the layout has no words for the drafter, saying which part, the target is missing or another,
-            or the folder has a model that is no export. Nothing is written then.
-        OSError: If it cannot be written, on a full disk for example.
+    `"z-lab"` has DFlash and DFlash 2, `"deepspec"` DSpark, `"speculators"` all three. DeepSpec's holds copies of the
+    target's embedding and LM head; the others do without a target. Where a layout has no words for the drafter, a
+    `ValueError` says for which part, and nothing is written.
     """
     config, folder = drafter.config, Path(folder)
     check_replaceable(folder)
@@ -158,7 +147,14 @@ def export_dflash(
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if target is not None and layout.copies_target:
-        tensors |= {name: copied[: config.vocab_size] for name, copied in _copies(target).items()}
+        modules = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
+        for name, module in modules.items():
+            weight = cast(torch.Tensor, module.weight)
+            if weight.is_meta:
+                raise ValueError(
+                    "The target's embedding or LM head is not in memory. Load it on one device to copy them."
+                )
+            tensors[f"{name}.weight"] = weight[: config.vocab_size].detach().cpu().clone()
     fields = {**layout.write(config), "dtype": str(drafter.dtype).removeprefix("torch.")}
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -169,11 +165,3 @@ def export_dflash(
         ) from error
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     return layout.served(config, folder)
-
-
-def _copies(target: PreTrainedModel) -> dict[str, torch.Tensor]:
-    modules = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
-    weights = {f"{name}.weight": cast(torch.Tensor, module.weight) for name, module in modules.items()}
-    if any(weight.is_meta for weight in weights.values()):
-        raise ValueError("The target's embedding or LM head is not in memory. Load it on one device to copy them.")
-    return {name: weight.detach().cpu().clone() for name, weight in weights.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -14,10 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import DeepseekV4Config, PreTrainedConfig, PreTrainedModel
+from transformers import DeepseekV4Config, PreTrainedConfig
 
 from ..drafters.deepseek_v4.drafter import own_checkpoint
-from ..drafters.saved import SavedDrafter
 from ..drafters.weights import HubOptions, check_source, tensor_names, weight_files
 from .kinds import KINDS, DrafterKind, kind_in, named
 from .layouts.table import Layout
@@ -32,30 +30,19 @@ _NOT_READ = {
     "peagle": "P-EAGLE", "p_eagle": "P-EAGLE", "medusamodel": "Medusa as a whole model or for vLLM", "hydra": "Hydra",
     "mlpspeculator": "MLP speculator", "mlp_speculator": "MLP speculator", "eagle": "EAGLE-1 or EAGLE-2",
 }  # fmt: skip
-
-
 _QUANTIZED = ("quantization_config", "compression_config", "quantization")  # in config.json; the last is MLX's
 
 
 @dataclass(frozen=True)
 class Found:
-    """A drafter that was looked at, and is not loaded yet.
+    """A drafter that was looked at, and is not loaded yet."""
 
-    Attributes:
-        name: Folder or Hub id.
-        kind: What it is.
-        fields: Its config.json, or that of its target.
-        layout: How that is read, if another program wrote it.
-        is_targets_own: Whether it is in the checkpoint of its target, a DeepSeek-V4.
-        hub_kwargs: Where on the Hub it is.
-    """
-
-    name: str | Path
+    name: str | Path  # a folder or a Hub id
     kind: DrafterKind
-    fields: dict[str, Any]
-    layout: Layout | None = None
-    is_targets_own: bool = False
-    hub_kwargs: HubOptions = field(default_factory=HubOptions)
+    fields: dict[str, Any]  # its config.json, or that of its target
+    layout: Layout | None = None  # how that is read, if another program wrote it
+    is_targets_own: bool = False  # whether it is in the checkpoint of its target, a DeepSeek-V4
+    hub_kwargs: HubOptions = field(default_factory=HubOptions)  # where on the Hub it is
 
     def __str__(self) -> str:
         if self.is_targets_own:
@@ -72,24 +59,11 @@ class Found:
                 return self.layout.read(self.fields, str(self.name))
             return cast(PreTrainedConfig, self.kind.config.from_dict(self.fields))
 
-    @property
-    def is_saved_here(self) -> bool:
-        return self.layout is None and not self.is_targets_own
-
-    @property
-    def is_sized_later(self) -> bool:
-        """Whether only its weights tell its sizes."""
-        return self.is_targets_own or (self.layout is not None and self.layout.is_sized_by_tensors)
-
     @cached_property
     def unknown_fields(self) -> dict[str, Any]:
         """The numbers and texts of another program's config.json of which nothing is known, and which may change what
         is drafted: `load_drafter` warns of them, and the doctor reports them."""
         return self.layout.unknown(self.fields, str(self.name)) if self.layout else {}
-
-    def unloaded(self) -> SavedDrafter:
-        """Return the same drafter with fresh weights."""
-        return cast(SavedDrafter, self.kind.drafter(copy.deepcopy(self.config)))
 
 
 def about_unknown(fields: Mapping[str, Any]) -> str:
@@ -102,8 +76,8 @@ def about_unknown(fields: Mapping[str, Any]) -> str:
 
 
 def find(fields: dict[str, Any]) -> tuple[DrafterKind, Layout | None] | None:
-    """Return a drafter's kind by its config.json, and the layout of that if another program wrote it; `None` if it is
-    of no drafter that is read."""
+    """Return a drafter's kind, and its layout if another program wrote it, by a config.json; `None` if it is of none
+    that is read."""
     if kind := kind_in(fields):
         return kind, None
     if "hyperdflash_version" in fields or _kind_not_read(fields):
@@ -143,35 +117,25 @@ def check_drafter(
     or_others: bool = False,
     **hub_kwargs: Unpack[HubOptions],
 ) -> Found:
-    """Look at a drafter before it is loaded.
-
-    Args:
-        name: Path or Hub id.
-        kinds: Those of which it must be, saved by this package; any, in any layout, if empty.
-        needs_weights: Whether its configuration is not enough.
-        or_others: Whether one of `kinds` in another program's layout will do as well.
-        **hub_kwargs: For the Hub.
-
-    Raises:
-        ValueError: If it is no drafter.
-        OSError: If there is none, or it is not whole.
-    """
+    """Look at a drafter before it is loaded: one of `kinds` that this package saved, if some are given, or with
+    `or_others` in another program's layout. Without `needs_weights` a configuration is enough."""
     fields = read_fields(name, "drafter", **hub_kwargs)
     if read_as := find(fields):
         found = Found(name, read_as[0], fields, read_as[1], hub_kwargs=hub_kwargs)
     elif fields.get("model_type") == DeepseekV4Config.model_type:
         with readable(name):
-            kind = own_kind(name, **hub_kwargs)  # says what it has not
+            own = own_checkpoint(name, **hub_kwargs).drafter  # says what it has not
+        kind = next(kind for kind in KINDS if kind.class_name == own)
         found = Found(name, kind, fields, is_targets_own=True, hub_kwargs=hub_kwargs)
     else:
         raise ValueError(f"{name} is {_no_drafter(fields, name)}")
     if found.layout:
         check_not_quantized(fields, str(name), name)
-    is_theirs = found.layout is not None and found.kind in kinds
-    if kinds and not (found.is_saved_here and found.kind in kinds) and not (is_theirs and or_others):
+    is_known = found.kind in kinds and not found.is_targets_own
+    if kinds and not (is_known and (or_others or found.layout is None)):
         known = [str(kind) for kind in KINDS if kind in kinds]
         listed = ", ".join(known[:-1]) + " or " * (len(known) > 1) + known[-1]
-        step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_theirs else ""
+        step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_known else ""
         raise ValueError(f"{name} is {found}, expected {listed}, saved by this package{step}.")
     if needs_weights and not found.is_targets_own:  # which may be without the parts that have the target alone
         check_weights(name, "*.safetensors", *(found.kind.files if found.layout else ()))
@@ -220,19 +184,9 @@ def check_not_quantized(fields: dict[str, Any], name: str, folder: str | Path) -
     )
 
 
-def own_kind(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[HubOptions]) -> DrafterKind:
-    """Return the kind of the drafter that a DeepSeek-V4's checkpoint carries."""
-    name = own_checkpoint(target, **hub_kwargs).drafter
-    return next(kind for kind in KINDS if kind.class_name == name)
-
-
 def check_weights(name: str | Path, *patterns: str) -> None:
     path = Path(name)
-    if (
-        path.is_dir()
-        and not weight_files(path)
-        and not any(file for pattern in patterns for file in path.glob(pattern))
-    ):
+    if path.is_dir() and not weight_files(path) and not any(any(path.glob(pattern)) for pattern in patterns):
         pickle = next(path.glob("*.bin"), None)
         but = f": {pickle.name} is a pickle, which can run code, and is not read" if pickle else ""
         raise OSError(
@@ -249,9 +203,13 @@ def read_fields(name: str | Path, what: str, **hub_kwargs: Unpack[HubOptions]) -
                 return fields  # of a repository without a config.json there are none
         except OSError as error:
             cause = error
+        asked = [
+            f"`{option}` {hub_kwargs[option]!r}" for option in ("revision", "subfolder") if hub_kwargs.get(option)
+        ]
+        told = f" ({', '.join(asked)})" if asked else ""
         raise OSError(
             f"The folder {name} does not exist, and as a Hub id it has no configuration that can be loaded from "
-            f"here{_said(hub_kwargs)}: no {what}. Check the name, the network, HF_HUB_OFFLINE and, for a private "
+            f"here{told}: no {what}. Check the name, the network, HF_HUB_OFFLINE and, for a private "
             "one, HF_TOKEN."
         ) from cause
     path = Path(name, "config.json")
@@ -268,12 +226,6 @@ def read_fields(name: str | Path, what: str, **hub_kwargs: Unpack[HubOptions]) -
             return fields
         raise ValueError(f"The config.json of {name} holds a {type(fields).__name__}, expected an object.")
     raise OSError(f"{path} {why}. Copy or download it again.")
-
-
-def _said(hub_kwargs: HubOptions) -> str:
-    """Say which part of a repository was asked for, in words."""
-    asked = [f"`{option}` {hub_kwargs[option]!r}" for option in ("revision", "subfolder") if hub_kwargs.get(option)]
-    return f" ({', '.join(asked)})" if asked else ""
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from tokenizers import Tokenizer
 from transformers import (
     TOKENIZER_MAPPING,
     AutoConfig,
-    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -39,7 +38,6 @@ Options = dict[str, Any]  # of `from_pretrained`
 Fields = dict[str, Any]  # what a file says of itself
 SUFFIX = ".gguf"
 _TOKENS = "tokenizer.ggml.tokens"
-_DTYPES = {"dtype", "torch_dtype"}  # options that transformers does not take for fields of a configuration
 # What the file calls a special token, by transformers' name of it.
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _MORE_ENDS = ("eot", "eom")  # of a chat's turn and of a message, which llama.cpp stops at, too
@@ -129,14 +127,6 @@ def _config_of(path: Path, _: int) -> PreTrainedConfig:
     )  # fmt: skip
 
 
-def dequantized(options: Options, config: PreTrainedConfig) -> Options:
-    """Return the options of loading a target such that all its weights become tensors of one dtype, which a drafter's
-    embedding and LM head are, too. `config` is not read again, unless some of the options are fields of it."""
-    own = {"quantization_config": GgufConfig(dequantize=True)}
-    is_as_read = not any(hasattr(config, option) for option in options.keys() - _DTYPES)
-    return {**options, **own, **({"config": config} if is_as_read else {})}
-
-
 @contextmanager
 def names_made_once() -> Iterator[None]:
     """Let the package `gguf` make a model's table of tensor names once. transformers asks for it at each module, 397
@@ -220,14 +210,11 @@ def settle_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, options: Opt
 def _special_tokens(fields: Fields) -> dict[str, list[int]]:
     """Return the special tokens that a file names, by transformers' names of them. Texts may end with several: the
     file's own end comes first, then those of turns and messages."""
-    found = {own: [fields[key]] for own, theirs in _SPECIAL.items() if (key := _key(theirs)) in fields}
+    key = "tokenizer.ggml.{}_token_id".format
+    found = {own: [fields[key(theirs)]] for own, theirs in _SPECIAL.items() if key(theirs) in fields}
     ends = found.pop("eos", [])
-    ends += [fields[key] for more in _MORE_ENDS if (key := _key(more)) in fields and fields[key] not in ends]
+    ends += [fields[key(more)] for more in _MORE_ENDS if key(more) in fields and fields[key(more)] not in ends]
     return {**found, "eos": ends} if ends else found
-
-
-def _key(token: str) -> str:
-    return f"tokenizer.ggml.{token}_token_id"
 
 
 def gguf_path(name: str, options: Options) -> Path:

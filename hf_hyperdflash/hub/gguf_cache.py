@@ -37,19 +37,17 @@ def cached(
     save: Callable[[Part, Path], Any] | None,
     size: Callable[[Part], int] = lambda _: 0,
 ) -> Part:
-    """Return a part of a GGUF file: loaded from its folder, or else read from the file and saved as a folder.
-
-    Args:
-        path: The file.
-        part: The name of the part.
-        read: Reads it from the file.
-        load: Loads it from its folder.
-        save: Saves it in a folder; `None` if this one must not be kept.
-        size: The bytes that the folder will have, if that is much: twice as many must be free.
-    """
+    """Return a part of a GGUF file: loaded from its folder, or else read from the file and saved as a folder, unless
+    there is no `save`, or not twice the free space of `size`."""
     if os.environ.get(SWITCH, "").upper() in ("0", "OFF", "NO", "FALSE"):
         return read()
-    folder = _version(path) / part
+    # The folder for this file as it is now, and for the versions of transformers and this package.
+    facts = path.stat()
+    with path.open("rb") as file:
+        header = hashlib.sha256(file.read(_HEADER)).hexdigest()
+    names = str(path.resolve()), (facts.st_size, facts.st_mtime_ns, header, transformers.__version__, __version__)
+    place, version = (hashlib.sha256(repr(each).encode()).hexdigest()[:16] for each in names)
+    folder = Path(constants.HF_HOME, "hf_hyperdflash", "gguf", f"{path.stem}-{place}", version, part)
     is_there = os.path.isdir(folder)
     if is_there:
         try:
@@ -64,16 +62,6 @@ def cached(
         except Exception as error:  # of the system, of safetensors, of a file system without locks
             _tell_not_kept(folder.parents[1], getattr(error, "strerror", None) or str(error))
     return found
-
-
-def _version(path: Path) -> Path:
-    """Return the folder for a file as it is now, and for the versions of transformers and this package."""
-    facts = path.stat()
-    with path.open("rb") as file:
-        header = hashlib.sha256(file.read(_HEADER)).hexdigest()
-    names = str(path.resolve()), (facts.st_size, facts.st_mtime_ns, header, transformers.__version__, __version__)
-    place, version = (hashlib.sha256(repr(each).encode()).hexdigest()[:16] for each in names)
-    return Path(constants.HF_HOME, "hf_hyperdflash", "gguf", f"{path.stem}-{place}", version)
 
 
 def _keep(folder: Path, save: Callable[[Path], Any], size: int, is_damaged: bool) -> None:

@@ -30,39 +30,22 @@ _PACKAGE = __package__.rpartition(".")[0]
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """A kind of drafter.
-
-    Attributes:
-        name: What it is called.
-        article: Before its name.
-        model_type: In the config.json that this package saves.
-        drafter_path: Its class, from the package on.
-        config_path: The class of its configuration.
-        describe: Says in words what a drafter with this configuration is.
-        title: Says what tells it from others beside it; its name if left out.
-        reads: Other programs' layouts that it is read in; the first that fits a config.json counts.
-        known_as: The methods that these layouts hold.
-        files: Where they have its weights beside `model.safetensors`. Of a pickle no code is run.
-        writes: Other programs' layouts that it is written in, by their names.
-        trains: Whether the trainer takes it.
-        train_flags: Flags of `hf-hyperdflash train` for a new drafter of this kind alone; `None` if it makes none.
-        why_not_served: Why our plugins for serving engines do not run it; empty if they do.
-    """
+    """A kind of drafter."""
 
     name: str
-    model_type: str
-    drafter_path: str
+    model_type: str  # in the config.json that this package saves
+    drafter_path: str  # its class, from the package on
     config_path: str
     describe: Callable[[Any], Description]
-    article: str = "a"
-    title: Callable[[Any], str] | None = None
-    reads: tuple[str, ...] = ()
-    known_as: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    writes: Mapping[str, str] = field(default_factory=dict)
-    trains: bool = False
-    train_flags: tuple[str, ...] | None = None
-    why_not_served: str = ""
+    article: str = "a"  # before its name
+    title: Callable[[Any], str] | None = None  # what tells it from others beside it, if its name does not
+    reads: tuple[str, ...] = ()  # other programs' layouts; the first that fits a config.json counts
+    known_as: tuple[str, ...] = ()  # the methods that these hold
+    files: tuple[str, ...] = ()  # where they have weights beside `model.safetensors`; of a pickle no code is run
+    writes: Mapping[str, str] = field(default_factory=dict)  # other programs' layouts, by their names
+    trains: bool = False  # whether the trainer takes it
+    train_flags: tuple[str, ...] | None = None  # of `hf-hyperdflash train` for a new one alone; none if it makes none
+    why_not_served: str = ""  # by our plugins for serving engines
 
     def __str__(self) -> str:
         return f"{self.article} {self.name} drafter"
@@ -90,12 +73,12 @@ KINDS = (
         config_path="drafters.blocks.configuration_hyperdflash.HyperDFlashConfig",
         describe=describe_block,
         title=title_block,
-        reads=("hub.layouts.speculators.LAYOUT", "hub.layouts.deepspec.LAYOUT", "hub.layouts.zlab.LAYOUT"),
+        reads=("hub.layouts.speculators.LAYOUT", "hub.layouts.zlab.DEEPSPEC", "hub.layouts.zlab.LAYOUT"),
         known_as=("DFlash", "DFlash 2", "DSpark"),
         writes={
             "z-lab": "hub.layouts.zlab.LAYOUT",
             "speculators": "hub.layouts.speculators.LAYOUT",
-            "deepspec": "hub.layouts.deepspec.LAYOUT",
+            "deepspec": "hub.layouts.zlab.DEEPSPEC",
         },
         trains=True,
         train_flags=(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import textwrap
@@ -21,6 +22,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     DeepseekV4Config,
+    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -45,7 +47,6 @@ from .foreign import load_foreign
 from .found import Found, check_drafter, check_weights, find, read_fields, readable, unsupported_kind
 from .gguf import (
     check_gguf,
-    dequantized,
     gguf_path,
     name_in_gguf,
     names_made_once,
@@ -54,7 +55,6 @@ from .gguf import (
     settle_target,
 )
 from .gguf_cache import cached
-from .kinds import KINDS, kind_in
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -121,8 +121,12 @@ def _load_from_gguf(name: str, where: dict[str, Any], options: dict[str, Any]) -
 
     def read() -> PreTrainedModel:
         config = read_gguf_config(name, where)
+        # All weights become tensors of one dtype, as a drafter's embedding and LM head are.
+        wanted = {**options, "quantization_config": GgufConfig(dequantize=True)}
+        if not any(hasattr(config, option) for option in options.keys() - {"dtype"}):
+            wanted["config"] = config  # else transformers has to read it again, with these options in it
         with names_made_once():
-            target = _load_with(config, name, dequantized(options, config))
+            target = _load_with(config, name, wanted)
         settle_target(target, name, where)
         return target
 
@@ -147,13 +151,12 @@ def _load_from_gguf(name: str, where: dict[str, Any], options: dict[str, Any]) -
 
 def default_dtype(name: str, is_exact: bool = True) -> str:
     """Return the dtype that commands load a target in where none is asked for: float32 on a CPU, where drafted text is
-    then the target's own token for token, and the checkpoint's elsewhere, or bfloat16 where that is in GGUF.
-
-    Where the text need not be float32's, a CPU that multiplies bfloat16 in hardware (AMX or AVX512-BF16) keeps a
-    checkpoint of bfloat16, and reads one in GGUF as bfloat16.
-    """
+    then the target's own token for token, and the checkpoint's elsewhere, or bfloat16 where that is in GGUF. Where the
+    text need not be float32's, a CPU that multiplies bfloat16 in hardware (AMX or AVX512-BF16) keeps that, too."""
     is_accelerated = torch.cuda.is_available()
-    if not is_accelerated and (is_exact or not _multiplies_bfloat16()):
+    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    multiplies_bfloat16 = any(getattr(torch.cpu, probe, bool)() for probe in probes)
+    if not is_accelerated and (is_exact or not multiplies_bfloat16):
         return "float32"
     name, options = name_in_gguf(name, {})
     if options:
@@ -168,11 +171,6 @@ def default_dtype(name: str, is_exact: bool = True) -> str:
             _check_computes(config, {"dtype": kept})
             return "bfloat16"
     return "float32"
-
-
-def _multiplies_bfloat16() -> bool:
-    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, probe, bool)() for probe in probes)
 
 
 def _check_computes(config: PreTrainedConfig, asked: dict[str, Any]) -> None:
@@ -291,40 +289,22 @@ def check_target(name: str, **hub_kwargs: Unpack[HubOptions]) -> None:
 
 def check_made_for(target: str, drafter: str | Found, num_draft_tokens: int | str | None = None) -> None:
     """Raise the `ValueError` of binding if a drafter is not for a target, or that of drafting if it cannot draft so
-    many tokens, by their configurations, before weights are loaded. The target has passed `check_target`.
-
-    Left for later: targets with code of their own, which may not be built without weights, the drafter of another
-    DeepSeek-V4's checkpoint, and drafters whose sizes only their weights tell.
-    """
+    many tokens, by their configurations, before weights are loaded. The target has passed `check_target`."""
     found = drafter if isinstance(drafter, Found) else check_drafter(drafter)
     target, options = name_in_gguf(target, {})
-    if found.is_sized_later or (not options and "auto_map" in read_fields(target, "target")):
+    # Left for later: drafters whose sizes only weights tell, and targets whose own code may not be built without them.
+    is_sized_later = found.is_targets_own or (found.layout is not None and found.layout.is_sized_by_tensors)
+    if is_sized_later or (not options and "auto_map" in read_fields(target, "target")):
         return
     with readable(target):
         config = read_gguf_config(target, options) if options else AutoConfig.from_pretrained(target)
     with torch.device("meta"), readable(found.name):
-        unloaded = found.unloaded()
+        unloaded = found.kind.drafter(copy.deepcopy(found.config))
         model = _class_of(config).from_config(config)
         model.config._name_or_path = ""  # only a name that differs is warned of once it is loaded
         unloaded.check_target(target_of(model))
     if num_draft_tokens is not None:
         unloaded.check_num_draft_tokens(num_draft_tokens)
-
-
-def read_config(folder: str | Path) -> PreTrainedConfig:
-    """Return the configuration of the drafter saved in `folder`, of any kind that this package saves."""
-    if not Path(folder, "config.json").is_file():
-        raise FileNotFoundError(f"The folder {folder} has no config.json, expected that of a drafter.")
-    fields = PreTrainedConfig.get_config_dict(folder)[0]
-    kind = kind_in(fields)
-    if kind is None:
-        known = ", ".join(repr(kind.model_type) for kind in KINDS)
-        raise ValueError(
-            f"The config.json in {folder} has `model_type` {fields.get('model_type')!r}, expected that of a drafter: "
-            f"one of {known}."
-        )
-    with readable(folder):
-        return kind.config.from_pretrained(folder)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedTokenizerBase:

@@ -41,22 +41,8 @@ def push_drafter(
     """Upload drafter, code and model card in one commit.
 
     The card is the `README.md` of the folder that the drafter was loaded from; else the one that the repository has
-    already; else a new one from what is known (`hf-hyperdflash card` makes one with a benchmark's figures).
-
-    Args:
-        drafter: The drafter.
-        repo_id: The repository, `"org/name"`, made if needed.
-        commit_message: Title of the commit.
-        commit_description: Body of the commit.
-        private: Whether a new repository is private.
-        token: The Hub's token; the stored one by default.
-        revision: The branch, made if needed.
-        create_pr: Propose the commit instead.
-        max_shard_size: Largest size of a weights file.
-        tags: More tags for the card.
-
-    Raises:
-        OSError: If the Hub cannot be reached.
+    already; else a new one from what is known (`hf-hyperdflash card` makes one with a benchmark's figures). Repository
+    and branch are made if needed, and `create_pr` proposes the commit instead.
     """
     with TemporaryDirectory() as folder, reaching_hub(repo_id):
         api = HfApi(token=token)
@@ -105,8 +91,10 @@ def _gather(
     one, is called only if the drafter's own folder has none."""
     drafter.save_pretrained(folder, max_shard_size=max_shard_size)
     source = Path(drafter.name_or_path or "")
-    if drafter.name_or_path and source.is_dir() and not _is_foreign(source):
-        for name in set(_FROM_ITS_FOLDER) & set(drafter_files(source)):
+    if drafter.name_or_path and source.is_dir():
+        found = find(PreTrainedConfig.get_config_dict(source)[0])
+        is_foreign = found is not None and found[1] is not None  # then its card is about another program's file
+        for name in set() if is_foreign else set(_FROM_ITS_FOLDER) & set(drafter_files(source)):
             shutil.copyfile(source / name, folder / name)
     card = folder / "README.md"
     if NOTE.encode() not in card.read_bytes():
@@ -118,38 +106,26 @@ def _gather(
     return "a new one; where the repository has a card, that stays"
 
 
-def _is_foreign(folder: Path) -> bool:
-    """Return whether a folder has a drafter of another program; its card is about that program's file."""
-    found = find(PreTrainedConfig.get_config_dict(folder)[0])
-    return found is not None and found[1] is not None
-
-
 def drafter_files(folder: str | os.PathLike) -> list[str]:
     """Return the names of the files in `folder` that we save for a drafter, or PEFT for an adapter.
 
     Links are left out, because they may point to anything.
     """
     folder = Path(folder)
-    names = {
-        "config.json", SAFE_WEIGHTS_INDEX_NAME, *weight_files(folder), *code_names(folder), RECIPE_FILE,
-        "adapter_config.json", "adapter_model.safetensors", *_FROM_ITS_FOLDER,
-    }  # fmt: skip
-    return sorted(name for name in names if (folder / name).is_file() and not _is_linked(folder, name))
-
-
-def code_names(folder: Path) -> set[str]:
-    """Return the names of the modules in a saved drafter's configuration, and of all modules that they import."""
+    # The modules in its configuration, and all modules that they import.
     config = folder / "config.json"
     entries = json.loads(config.read_text(encoding="utf-8")).get("auto_map") or {} if config.is_file() else {}
-    modules = {folder / f"{folder_name.rpartition('--')[2].partition('.')[0]}.py" for folder_name in entries.values()}
-    modules_there = [module for module in modules if module.is_file()]
-    imported = (Path(path) for module in modules_there for path in get_relative_import_files(module))
-    return {path.name for path in [*modules_there, *imported] if path.parent == folder}
-
-
-def _is_linked(folder: Path, name: str) -> bool:
-    entries = [folder / name, (folder / name).parent]
-    return any(folder_name.is_symlink() for folder_name in entries if folder_name != folder)
+    modules = {folder / f"{entry.rpartition('--')[2].partition('.')[0]}.py" for entry in entries.values()}
+    modules = {module for module in modules if module.is_file()}
+    modules |= {Path(path) for module in modules for path in get_relative_import_files(module)}
+    code = {module.name for module in modules if module.parent == folder}
+    names = {
+        "config.json", SAFE_WEIGHTS_INDEX_NAME, *weight_files(folder), *code, RECIPE_FILE,
+        "adapter_config.json", "adapter_model.safetensors", *_FROM_ITS_FOLDER,
+    }  # fmt: skip
+    places = {name: {folder / name, (folder / name).parent} - {folder} for name in names}
+    linked = {name for name, paths in places.items() if any(path.is_symlink() for path in paths)}
+    return sorted(name for name in names - linked if (folder / name).is_file())
 
 
 @contextmanager

@@ -18,23 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishedDrafter:
-    """A drafter on the Hub.
-
-    Attributes:
-        name: Its name there.
-        target: The target's.
-        kind: Its method and whose layout it is in.
-        size: Its number of parameters, in words; empty if not known.
-        date: When it was last changed; empty if not known.
-        why_not_read: The reason why `load_drafter` refuses it; empty if it does not.
-    """
+    """A drafter on the Hub. What is not known of it is empty."""
 
     name: str
     target: str
-    kind: str
-    size: str = ""
-    date: str = ""
-    why_not_read: str = ""
+    kind: str  # its method, and whose layout it is in
+    size: str = ""  # its number of parameters, in words
+    date: str = ""  # when it was last changed
+    why_not_read: str = ""  # by `load_drafter`
 
     def __str__(self) -> str:
         about = f"{self.name}: {', '.join(filter(None, (self.kind, self.size, self.date)))}"

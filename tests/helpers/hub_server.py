@@ -44,7 +44,6 @@ class Reply:
     body: bytes
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
-    is_download: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Commit:
 
 @dataclass
 class Repo:
-    """Commits by hash, and full reference names ("refs/heads/main", "refs/tags/v1", "refs/pr/1") pointing at them."""
+    """Commits by hash, and full reference names ("refs/heads/main") pointing at them."""
 
     id: str
     private: bool
@@ -74,7 +73,7 @@ class Repo:
         return commit
 
     def find(self, revision: str) -> Commit:
-        for ref in (f"refs/heads/{revision}", f"refs/tags/{revision}", revision):
+        for ref in (f"refs/heads/{revision}", revision):
             if ref in self.refs:
                 return self.commits[self.refs[ref]]
         if revision not in self.commits:
@@ -86,10 +85,6 @@ class Repo:
         while commits[-1].parent is not None:
             commits.append(self.commits[commits[-1].parent])
         return commits
-
-    def refs_under(self, prefix: str) -> list[dict[str, str]]:
-        found = {ref: sha for ref, sha in self.refs.items() if ref.startswith(prefix)}
-        return [{"name": ref.removeprefix(prefix), "ref": ref, "targetCommit": sha} for ref, sha in found.items()]
 
 
 def git_oid(data: bytes) -> str:
@@ -153,8 +148,6 @@ class HubServer:
         self.requests: list[tuple[str, str]] = []  # method and path, without the query
         self.truncate: dict[str, int] = {}  # path in a repository → the length it is stored with
         self.fail_uploads_after: int | None = None  # bytes of an LFS upload read before the connection is cut
-        self.drop_downloads_after: int | None = None  # bytes of a file sent before the connection is cut
-        self.drops_left: int | None = None  # how many connections may still be cut; None: every one
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}  # LFS content by SHA-256
         self.lock = threading.RLock()
@@ -188,12 +181,6 @@ class HubServer:
 
     def stored(self, commit: Commit) -> dict[str, bytes]:
         return {path: data[: self.truncate.get(path)] for path, data in commit.files.items()}
-
-    def may_cut(self) -> bool:
-        with self.lock:
-            if self.drops_left is not None:
-                self.drops_left -= 1
-            return self.drops_left is None or self.drops_left >= 0
 
 
 ROUTES: list[tuple[str, re.Pattern[str], Callable[..., Any]]] = []
@@ -241,7 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _read_body(self) -> bytes:
         length = int(self.headers.get("Content-Length", 0))
         limit = self.hub.fail_uploads_after if self.path.startswith("/lfs/") else None
-        fails = limit is not None and limit < length and self.hub.may_cut()
+        fails = limit is not None and limit < length
         body = self.rfile.read(limit if fails else length)
         if len(body) < length:
             raise ConnectionCut
@@ -256,15 +243,11 @@ class _Handler(BaseHTTPRequestHandler):
         raise HubError(404, "Not found", "RepoNotFound" if bare_name else None)
 
     def _send(self, reply: Reply) -> None:
-        limit = self.hub.drop_downloads_after if reply.is_download and self.command == "GET" else None
         self.send_response(reply.status)
         for name, value in {"Content-Type": "application/json", **reply.headers}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(reply.body)))
         self.end_headers()
-        if limit is not None and limit < len(reply.body) and self.hub.may_cut():
-            self.wfile.write(reply.body[:limit])
-            raise ConnectionCut
         if self.command != "HEAD":
             self.wfile.write(reply.body)
 
@@ -294,23 +277,14 @@ class _Handler(BaseHTTPRequestHandler):
             raise HubError(401 if anonymous else 404, message, "RepoNotFound")
         return found
 
-    def _writable(self, repo_id: str, pull_request: bool = False) -> Repo:
+    def _writable(self, repo_id: str) -> Repo:
         found = self._repo(repo_id)
         self._writer()
-        if not pull_request and not self._is_member(repo_id.split("/")[0]):
-            raise HubError(403, "Forbidden: pass `create_pr=1` as a query parameter to create a Pull Request")
+        if not self._is_member(repo_id.split("/")[0]):
+            raise HubError(403, "Forbidden")
         return found
 
     # --- accounts and repositories
-
-    @route("GET", "/api/whoami-v2")
-    def whoami(self) -> Any:
-        if self.account is None:
-            raise HubError(401, "Invalid username or password.")
-        name, role = self.account["name"], "write" if self.account.get("write") else "read"
-        orgs = [{"type": "org", "name": org} for org in self.account.get("orgs", ())]
-        token = {"type": "access_token", "accessToken": {"displayName": "test", "role": role}}
-        return {"type": "user", "id": name, "name": name, "fullname": name, "orgs": orgs, "auth": token}
 
     def _named(self) -> str:
         fields, account = json.loads(self.body), self._writer()
@@ -329,16 +303,6 @@ class _Handler(BaseHTTPRequestHandler):
         repo.commit("refs/heads/main", None, "initial commit", {".gitattributes": GITATTRIBUTES})
         self.hub.repos[repo_id] = repo
         return url
-
-    @route("DELETE", "/api/repos/delete")
-    def delete_repo(self) -> Any:
-        del self.hub.repos[self._writable(self._named()).id]
-        return {}
-
-    @route("PUT", "/api/models/{repo}/settings")
-    def settings(self, repo: str) -> Any:
-        self._writable(repo).private = is_private(json.loads(self.body))
-        return {}
 
     @route("GET", "/api/models/{repo}")
     @route("GET", "/api/models/{repo}/revision/{rev}")
@@ -383,17 +347,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     # --- history
 
-    @route("GET", "/api/models/{repo}/commits/{rev}")
-    def list_commits(self, repo: str, rev: str) -> Any:
-        shown = {"message": "", "authors": [{"user": repo.split("/")[0]}]}
-        return [{"id": c.sha, "title": c.title, "date": c.date, **shown} for c in self._repo(repo).history(rev)]
-
-    @route("GET", "/api/models/{repo}/refs")
-    def list_refs(self, repo: str) -> Any:
-        found = self._repo(repo)
-        named = {"branches": found.refs_under("refs/heads/"), "tags": found.refs_under("refs/tags/"), "converts": []}
-        return named | {"pullRequests": found.refs_under("refs/pr/")}
-
     def _create_ref(self, repo: str, ref: str, start: str) -> Any:
         found = self._writable(repo)
         target = found.find(start).sha
@@ -406,10 +359,6 @@ class _Handler(BaseHTTPRequestHandler):
     def create_branch(self, repo: str, name: str) -> Any:
         return self._create_ref(repo, f"refs/heads/{name}", json.loads(self.body).get("startingPoint", "main"))
 
-    @route("POST", "/api/models/{repo}/tag/{rev}")
-    def create_tag(self, repo: str, rev: str) -> Any:
-        return self._create_ref(repo, f"refs/tags/{json.loads(self.body)['tag']}", rev)
-
     # --- upload
 
     @route("POST", "/api/validate-yaml")
@@ -418,7 +367,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @route("POST", "/api/models/{repo}/preupload/{rev}")
     def preupload(self, repo: str, rev: str) -> Any:
-        commit, modes = self._writable(repo, "create_pr" in self.query).find(rev), []
+        commit, modes = self._writable(repo).find(rev), []
         files = self.hub.stored(commit)
         for asked in json.loads(self.body)["files"]:
             path = asked["path"]
@@ -430,7 +379,7 @@ class _Handler(BaseHTTPRequestHandler):
     @route("POST", "/{repo}.git/info/lfs/objects/batch")
     def lfs_batch(self, repo: str) -> Any:
         request, endpoint = json.loads(self.body), self.hub.endpoint
-        self._writable(repo, pull_request="ref" not in request)
+        self._writable(repo)
         objects = [{"oid": wanted["oid"], "size": wanted["size"]} for wanted in request["objects"]]
         for missing in [o for o in objects if o["oid"] not in self.hub.objects]:
             verify = {"href": f"{endpoint}/{repo}.git/info/lfs/objects/verify"}
@@ -457,21 +406,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     @route("POST", "/api/models/{repo}/commit/{rev}")
     def commit(self, repo: str, rev: str) -> Any:
-        pull_request = "create_pr" in self.query
-        found = self._writable(repo, pull_request)
+        found = self._writable(repo)
         parent = found.find(rev)
         header, *operations = [json.loads(line) for line in self.body.splitlines()]
         if header["value"].get("parentCommit") not in (None, parent.sha):
             raise HubError(412, "A commit has happened since. Please refresh and try again.")
-        ref = rev if rev.startswith("refs/pr/") else f"refs/heads/{rev}"
-        if pull_request:
-            ref = f"refs/pr/{len(found.refs_under('refs/pr/')) + 1}"
-        elif ref not in found.refs:
+        ref = f"refs/heads/{rev}"
+        if ref not in found.refs:
             raise HubError(400, f"Not a branch: {rev}")
         done = found.commit(ref, parent.sha, header["value"]["summary"], self._apply(parent, operations))
-        url = f"{self.hub.endpoint}/{repo}"
-        pull_request_url = f"{url}/discussions/{ref.removeprefix('refs/pr/')}" if pull_request else None
-        return {"commitUrl": f"{url}/commit/{done.sha}", "commitOid": done.sha, "pullRequestUrl": pull_request_url}
+        url = f"{self.hub.endpoint}/{repo}/commit/{done.sha}"
+        return {"commitUrl": url, "commitOid": done.sha, "pullRequestUrl": None}
 
     def _apply(self, parent: Commit, operations: list[dict[str, Any]]) -> dict[str, bytes]:
         files = dict(parent.files)
@@ -481,12 +426,6 @@ class _Handler(BaseHTTPRequestHandler):
                 files[path] = base64.b64decode(value["content"])
             elif kind == "lfsFile":
                 files[path] = self._lfs_object(value)
-            elif kind in ("deletedFile", "deletedFolder"):
-                folder = f"{path.rstrip('/')}/" if kind == "deletedFolder" else None
-                gone = [p for p in files if (p.startswith(folder) if folder else p == path)]
-                if not gone:
-                    raise HubError(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
-                files = {p: data for p, data in files.items() if p not in gone}
             else:
                 raise HubError(400, f"Unknown operation: {kind}")
         return files
@@ -499,20 +438,8 @@ class _Handler(BaseHTTPRequestHandler):
         data, sha = self.hub.stored(commit).get(path), {"X-Repo-Commit": commit.sha}
         if data is None:
             raise HubError(404, "Entry not found", "EntryNotFound", **sha)
-        tag, headers = f'"{etag(path, data)}"', {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
-        headers |= sha | {"ETag": tag}
+        tag = f'"{etag(path, data)}"'
+        headers = {"Content-Type": "application/octet-stream", **sha, "ETag": tag}
         if is_lfs(path, len(data)):
             headers |= {"X-Linked-ETag": tag, "X-Linked-Size": str(len(data))}
-        return self._ranged(data, headers)
-
-    def _ranged(self, data: bytes, headers: dict[str, str]) -> Reply:
-        asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
-        if not asked or asked.groups() == ("", ""):
-            return Reply(data, 200, headers, is_download=True)
-        size, (first, last) = len(data), asked.groups()
-        start = int(first) if first else max(0, size - int(last))
-        end = min(size, int(last) + 1) if first and last else size
-        if start >= end:
-            raise HubError(416, "Range not satisfiable", **{"Content-Range": f"bytes */{size}"})
-        headers |= {"Content-Range": f"bytes {start}-{end - 1}/{size}"}
-        return Reply(data[start:end], 206, headers, is_download=True)
+        return Reply(data, 200, headers)

@@ -511,10 +511,6 @@ def zlab_logits(folder: str | Path, target: Target, ids: Tensor, count: int, slo
     return torch.tanh(logits / cap) * cap if cap else logits
 
 
-def zlab_draft(folder: str | Path, target: Target, ids: Tensor, count: int, slots: int | None = None) -> list[int]:
-    return zlab_logits(folder, target, ids, count, slots).argmax(-1).tolist()
-
-
 @torch.no_grad()
 def speculators_logits(
     folder: str | Path, target: Target, ids: Tensor, count: int, slots: int | None = None
@@ -526,10 +522,3 @@ def speculators_logits(
     embedding = weights.get("embed_tokens.weight", target.get_input_embeddings().weight.float())
     head = weights.get("lm_head.weight", target.get_output_embeddings().weight.float()[kept])
     return F.linear(states(drafter, target, embedding, ids, count, slots), head), kept
-
-
-def speculators_draft(
-    folder: str | Path, target: Target, ids: Tensor, count: int, slots: int | None = None
-) -> list[int]:
-    logits, kept = speculators_logits(folder, target, ids, count, slots)
-    return kept[logits.argmax(-1)].tolist()

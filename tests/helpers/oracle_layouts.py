@@ -277,7 +277,7 @@ def _read_deepspec(folder: str | Path) -> Drafter:
     )
 
 
-def _read_any(folder: str | Path, config: dict[str, Any]) -> Drafter:
+def read_any(folder: str | Path, config: dict[str, Any]) -> Drafter:
     if "speculators_model_type" in config:
         return base.read_speculators(folder)
     if config.get("dflash_config", {}).get("projector_type") == "dspark":
@@ -318,7 +318,7 @@ def draft(folder: str | Path, target: Target, ids: Tensor, count: int, temperatu
     """`count` drafts after the anchor ids[0, -1], which the target has not processed yet, in a block of full width.
     Above temperature 0 each is one draw of [`sample_index`] over the target's whole vocabulary."""
     outer = base.read(folder)[0]
-    drafter = _read_any(folder, outer)
+    drafter = read_any(folder, outer)
     weights, config = drafter.weights, drafter.config
     size = config["vocab_size"]
     embedding = weights.get("embed_tokens.weight", target.get_input_embeddings().weight.float())

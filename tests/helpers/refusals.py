@@ -18,10 +18,10 @@ class Refusal(NamedTuple):
     words: tuple[str, ...]
     error: type[Exception] | tuple[type[Exception], ...] = ValueError
 
-    def check(self, *given: Any) -> None:
+    def check(self, *given: Any, **options: Any) -> None:
         """Make the call, with what it needs of the test's fixtures."""
         with pytest.raises(self.error) as refused:
-            self.call(*given)
+            self.call(*given, **options)
         message = str(refused.value)
         assert [word for word in self.words if word not in message] == [], message
         assert message and "\n" not in message, message

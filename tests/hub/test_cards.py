@@ -4,14 +4,9 @@ import csv
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
@@ -150,10 +145,6 @@ def test_a_benchmark_fills_tables_and_the_model_index(saved, tmp_path):
     assert by_name["GSM8K", "speedup, non-think, temperature 0"] == round(float(row["speedup"]), 3)
     assert f"{float(row['speedup']):.2f}× / {float(row['tau']):.2f}" in read.text
     assert "![Acceptance per draft position](acceptance.png)" in read.text and "2026-" in read.text
-    with pytest.raises(ValueError, match="compares"):
-        measured(RESULTS / "results.jsonl")
-    with pytest.raises(ValueError, match="Nothing like it"):
-        measured(RESULTS / "results.jsonl", "Nothing like it")
 
 
 @pytest.mark.parametrize(
@@ -174,13 +165,6 @@ def test_a_card_promises_the_speed_that_was_measured(saved, speedups, told):
 def test_a_card_ends_with_one_newline(saved, limits):
     drafter_card(saved, limits=limits).save(saved / "README.md")
     assert re.search(r"[^\n]\n\Z", (saved / "README.md").read_text())
-
-
-def test_a_folder_without_a_drafter_is_refused(tmp_path):
-    with pytest.raises(OSError):
-        drafter_card(tmp_path)
-    with pytest.raises(ValueError, match="expected that of a drafter: one of 'hyperdflash', 'specblock'"):
-        drafter_card(MODELS / "tiny-deepseek-v4")
 
 
 def shipped_card(drafter: str, more: list[str], output: Path) -> str:
@@ -250,29 +234,3 @@ def test_a_shipped_targets_card_is_what_the_script_writes(tmp_path):
     run = python(*command, "--output", tmp_path / "card.md", env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert run.returncode == 0, run.stderr[-2000:]
     assert (tmp_path / "card.md").read_text() == (ROOT / "model_cards" / f"{name}.md").read_text()
-
-
-@pytest.mark.nightly  # a wheel is built, as `.ci/wheel` does
-def test_the_wheel_has_the_template(saved, tmp_path):
-    source, wheels, unpacked = tmp_path / "source", tmp_path / "wheels", tmp_path / "unpacked"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "hf_hyperdflash", source / "hf_hyperdflash")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, source]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr[-2000:]
-    with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
-        wheel.extractall(unpacked)
-    code = f"""
-import hf_hyperdflash
-from hf_hyperdflash.hub.cards import drafter_card
-assert hf_hyperdflash.__file__.startswith({str(unpacked)!r})
-print(drafter_card({str(saved)!r}).content)
-"""
-    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert yaml.safe_load(run.stdout.split("---")[1])["library_name"] == "transformers"

@@ -1,14 +1,15 @@
 """Which drafters are published for a target: of the table, and of a small Hub over HTTP."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.formats import FORMATS
 from hf_hyperdflash.hub.published import PUBLISHED, as_text, known_drafters
 
@@ -69,21 +70,29 @@ def test_alike_names_are_other_targets():
     assert len(both) == 2
 
 
-def test_offline_the_table_answers_and_says_so(tmp_path):
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    environment.pop("HF_HUB_OFFLINE", None)
-    printed, said = listed(environment, TARGET)
+@pytest.fixture
+def offline(monkeypatch):
+    """What the command prints, and what it says beside that, without a network."""
+
+    def ask(*arguments, **environment):
+        for name, value in {"HF_HUB_OFFLINE": "", **environment}.items():
+            monkeypatch.setenv(name, value)
+        done = CliRunner().invoke(app, ["drafters", *arguments])
+        assert done.exit_code == 0, done.output
+        return done.stdout.rstrip(), done.stderr
+
+    return ask
+
+
+def test_offline_the_table_answers_and_says_so(offline):
+    printed, said = offline(TARGET, HF_ENDPOINT="http://127.0.0.1:9")
     assert said.startswith("http://127.0.0.1:9 cannot be reached (") and "from the table of this release alone" in said
-    assert printed.rstrip() == as_text(known_drafters(TARGET))
+    assert printed == as_text(known_drafters(TARGET))
     assert 'drafter = load_drafter("z-lab/Qwen3-8B-DFlash-b16", target=target)' in printed
-    printed, said = listed({**environment, "HF_HUB_OFFLINE": "1"}, TARGET)
-    assert "as HF_HUB_OFFLINE says: from the table" in said and "SpecBlock" in printed
-    printed, said = listed(environment)
-    assert not said and printed.rstrip() == as_text(PUBLISHED)
-
-
-def test_a_target_without_any_gets_what_remains(tmp_path):
-    printed, _ = listed({**os.environ, "HF_HUB_OFFLINE": "1"}, "org/unheard-of")
+    printed, said = offline(TARGET, HF_HUB_OFFLINE="1")
+    assert "HF_HUB_OFFLINE" in said and printed == as_text(known_drafters(TARGET))
+    assert offline() == (as_text(PUBLISHED), "")
+    printed, _ = offline("org/unheard-of", HF_HUB_OFFLINE="1")
     assert "No drafter is known for org/unheard-of." in printed
     assert "--drafter prompt-lookup" in printed and "hf-hyperdflash train --target org/unheard-of" in printed
 

@@ -1,34 +1,22 @@
 """Others' drafters that read their target's embeddings, what enters its first layer, were refused: engines call them
 layer 0 in `eagle_aux_hidden_state_layer_ids`, and -1 where outputs are counted."""
 
-import json
-
 import pytest
 import torch
 from transformers import CompileConfig
 
-from hf_hyperdflash import load_drafter
 from hf_hyperdflash.benchmark.doctor.config_variants import draft_every_round, variants
 from hf_hyperdflash.decoding.bind import bind, capture_residual, unbind
-from hf_hyperdflash.hub.descriptions import describe_block
-from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.serving.sglang.config import SGLangConfig
 from hf_hyperdflash.serving.vllm.config import VLLMConfig
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.features.store import FeatureCache
 
 from ..conftest import prompt, tiny_drafter, tiny_target
-from ..helpers import oracle_layouts
 from ..helpers.families import FAMILIES, gemma2, qwen3
-from ..helpers.oracle_dflash import speculators_logits, write_speculators, write_zlab, zlab_logits
+from ..helpers.refusals import Refusal
+from ..helpers.released_layouts import EMBEDDINGS
 from ..helpers.training import trainer_for
-from ..hub.test_formats import check, whole
-from ..hub.test_layout import check as check_rounds
-from ..hub.test_layout import rounds
-from ..hub.test_unrolled_layouts import IDS, check_eagle3, deepspec, eagle3_tensors, listed, safeailab, speculators
-
-SHAPE = {"block_size": 5, "mask_token_id": 1}
-EMBEDDINGS = -1_000_000
 
 
 @pytest.fixture
@@ -37,75 +25,22 @@ def target():
     return qwen3().eval()
 
 
-@pytest.fixture(scope="module")
-def deeper():
-    torch.manual_seed(0)
-    return qwen3(layers=8).eval()
-
-
-@pytest.mark.parametrize("layout", [safeailab, speculators])
-def test_eagle3_that_names_them_0(deeper, tmp_path, layout):
-    tensors = eagle3_tensors()
-    more = {"eagle_config": None} if layout is safeailab else {}
-    drafter = load_drafter(layout(tmp_path, tensors, **{**more, IDS: [0, 3, 6]}), dtype=torch.float32)
-    assert drafter.target_layer_ids == [EMBEDDINGS, 2, 5]
-    check_eagle3(drafter, deeper, tensors, [EMBEDDINGS, 2, 5])
-    check_entering(deeper, prompt(9), [EMBEDDINGS, 2, 5])
-
-
-def test_eagle3_of_deepspec_calls_them_minus_1(deeper, tmp_path):
-    folder, tensors = deepspec(tmp_path, target_layer_ids=[-1, 1, 3, 5, 6])
-    check_eagle3(load_drafter(folder, dtype=torch.float32), deeper, listed(tensors), [EMBEDDINGS, 1, 3, 5, 6])
-
-
 @torch.no_grad()
-def check_entering(target, ids, layers):
-    """What is captured is what stock's hidden states hold, in which 0 is what enters the first layer."""
+def test_what_is_captured_is_what_stocks_hidden_states_hold(target):
+    """In which 0 is what enters the first layer."""
+    ids, layers = prompt(9), [EMBEDDINGS, 0, 2]
     states = target(ids, output_hidden_states=True).hidden_states
-    expected = torch.cat([states[0 if i == EMBEDDINGS else i + 1].unsqueeze(2) for i in layers], dim=2)
+    expected = torch.cat([states[i].unsqueeze(2) for i in (0, 1, 3)], dim=2)
     with capture_residual(target, layers) as captured:
         target(ids)
     torch.testing.assert_close(captured[0], expected)
 
 
-def test_block_drafters(target, tmp_path):
-    ids = prompt(14)
-    write_zlab(tmp_path / "z-lab", target, nested=True, layer_ids=[-1, 2], **SHAPE)
-    write_zlab(tmp_path / "vllm", target, nested=True, layer_ids=[-1, 2], outer={IDS: [0, 3]}, **SHAPE)
-    for name in ("z-lab", "vllm"):
-        drafter = load_drafter(tmp_path / name, dtype=torch.float32)
-        assert drafter.target_layer_ids == [EMBEDDINGS, 2]
-        check(drafter, target, zlab_logits(tmp_path / name, target, ids, 4, slots=5), ids)
-    write_speculators(tmp_path / "speculators", target, layer_ids=[0, 3], **SHAPE)
-    drafter = load_drafter(tmp_path / "speculators", dtype=torch.float32)
-    check(drafter, target, whole(*speculators_logits(tmp_path / "speculators", target, ids, 4, slots=5)), ids)
-
-
-def test_dspark_and_its_exports(target, tmp_path, monkeypatch):
-    oracle_layouts.write_deepspec(tmp_path / "theirs", target, layer_ids=[-1, 1], **SHAPE)
-    drafter = load_drafter(tmp_path / "theirs", target=target, dtype=torch.float32)
-    check_rounds(rounds(monkeypatch, drafter, target, prompt(12), 0.7), tmp_path / "theirs", target, 0.7)
-    for format in ("deepspec", "speculators"):
-        export_dflash(drafter, tmp_path / format, format, target)
-        again = load_drafter(tmp_path / format, target=target, dtype=torch.float32)
-        assert again.target_layer_ids == [EMBEDDINGS, 1]
-        check_rounds(rounds(monkeypatch, again, target, prompt(12), 0.7), tmp_path / format, target, 0.7)
-    written = json.loads((tmp_path / "speculators" / "config.json").read_text())
-    assert written["aux_hidden_state_layer_ids"] == [0, 2]
-
-
-def test_ours_are_exported_saved_and_served(target, tmp_path):
-    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[EMBEDDINGS, 2], num_draft_tokens=4).float()
-    assert "the embeddings and" in describe_block(drafter.config).sentences[0]
-    ids = prompt(14)
-    export_dflash(drafter, tmp_path / "z-lab")
-    expected = zlab_logits(tmp_path / "z-lab", target, ids, 4, slots=5)
-    for name in ("z-lab", "ours"):
-        drafter.save_pretrained(tmp_path / "ours")
-        check(load_drafter(tmp_path / name, dtype=torch.float32), target, expected, ids)
-    assert VLLMConfig.from_pretrained(tmp_path / "ours").dflash_config["target_layer_ids"] == [-1, 2]
-    with pytest.raises(ValueError, match=r"`target_layer_ids` is \[-1000000, 2\], but SGLang serves"):
-        SGLangConfig.from_pretrained(tmp_path / "ours")
+def test_engines_are_told_of_them(target, tmp_path):
+    fields = dict(target_layer_ids=[EMBEDDINGS, 2], num_draft_tokens=4)
+    tiny_drafter(target, reducer="fc", **fields).save_pretrained(tmp_path)
+    assert VLLMConfig.from_pretrained(tmp_path).dflash_config["target_layer_ids"] == [-1, 2]
+    Refusal(SGLangConfig.from_pretrained, ("`target_layer_ids`", "[-1000000, 2]")).check(tmp_path)
 
 
 def test_they_are_trained_on_and_cached(target, tmp_path):

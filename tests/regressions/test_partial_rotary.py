@@ -21,13 +21,11 @@ from ..helpers import oracle_layouts, oracle_specblock
 from ..helpers.families import COMMON, DELTA_NET, FULL, LINEAR, qwen3
 from ..helpers.oracle_dflash import speculators_logits, write_speculators, write_zlab, zlab_logits
 from ..helpers.refusals import Refusal
-from ..hub.test_formats import check, whole
-from ..hub.test_layout import check as check_rounds
-from ..hub.test_layout import rounds
-from ..hub.test_unrolled_layouts import (
+from ..helpers.released_layouts import (
     LAYER,
     VOCABULARY,
     check_eagle3,
+    check_rounds,
     drafted,
     eagle3_tensors,
     read,
@@ -35,7 +33,9 @@ from ..hub.test_unrolled_layouts import (
     saved,
     specblock_tensors,
     speculators,
+    whole,
 )
+from ..helpers.released_layouts import check_logits as check
 
 SHAPE = {"block_size": 5, "mask_token_id": 1}
 PART = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -96,14 +96,14 @@ def test_others_in_dflashs_section(target, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["z-lab", "speculators"])
-def test_others_dflash2(target, tmp_path, monkeypatch, layout):
+def test_others_dflash2(target, tmp_path, layout):
     roles = {**SHAPE, "layer_ids": [0, 2] if layout == "z-lab" else [1, 3]}
     oracle_layouts.write_dflash2(tmp_path, target, layout=layout, **roles)
     fields = json.loads((tmp_path / "config.json").read_text())
     (fields if layout == "z-lab" else fields["transformer_layer_config"])["rope_parameters"] = PART
     (tmp_path / "config.json").write_text(json.dumps(fields))
     drafter = load_drafter(tmp_path, target=target, dtype=torch.float32)
-    check_rounds(rounds(monkeypatch, drafter, target, prompt(12), 0.7), tmp_path, target, 0.7)
+    check_rounds(drafter, target, tmp_path, (0.7,))
 
 
 @pytest.mark.parametrize("layout", [safeailab, speculators])
@@ -158,14 +158,14 @@ def test_ours_on_qwen3_5_turn_the_part_that_their_exports_name(qwen3_5, tmp_path
     check(load_drafter(tmp_path / "ours", dtype=torch.float32), qwen3_5, expected, ids)
 
 
-def test_a_deepspec_export_names_the_part(target, tmp_path, monkeypatch):
+def test_a_deepspec_export_names_the_part(target, tmp_path):
     fields = dict(sequential_head="markov", head_rank=4, sample_from_anchor=True, target_layer_ids=[0, 2])
     drafter = tiny_drafter(target, reducer="fc", rope_parameters=dict(PART), **fields).float()
     told = export_dflash(drafter, tmp_path, "deepspec", target)
     assert "--speculative-draft-model-path" not in told
     again = load_drafter(tmp_path, target=target, dtype=torch.float32)
     for each in (drafter, again):
-        check_rounds(rounds(monkeypatch, each, target, prompt(12), 0.7), tmp_path, target, 0.7)
+        check_rounds(each, target, tmp_path, (0.7,))
 
 
 @pytest.mark.parametrize("kind", [Eagle3Drafter, SpecBlockDrafter])

@@ -17,9 +17,10 @@ from ..conftest import prompt, tiny_drafter
 from ..helpers.families import gemma2, qwen3
 from ..helpers.oracle_dflash import read_speculators, read_zlab, states, write_speculators, write_zlab
 from ..helpers.refusals import Refusal
+from ..helpers.released_layouts import LAYER, check_eagle3, eagle3_tensors, safeailab, speculators
+from ..helpers.released_layouts import block_logits as drafted
+from ..helpers.released_layouts import check_logits as check
 from ..helpers.training import trainer_for
-from ..hub.test_formats import check, drafted
-from ..hub.test_unrolled_layouts import LAYER, check_eagle3, eagle3_tensors, safeailab, speculators
 
 SHAPE = {"block_size": 5, "mask_token_id": 1}
 CAP = 0.5  # of logits of about 1, so that it shows

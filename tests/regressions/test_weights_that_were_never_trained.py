@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import pytest
@@ -16,11 +15,9 @@ from hf_hyperdflash.benchmark.doctor.fit import check_weights
 
 from ..conftest import tiny_drafter
 from ..helpers import families
-from ..helpers.oracle_dflash import write_zlab
+from ..helpers.released_layouts import LAYOUTS, VOCABULARY, WIDTH
 from ..helpers.tokenizers import characters
 from ..helpers.unrolled import unrolled
-
-VOCABULARY, WIDTH = 64, 64
 
 
 def learned(rows, columns):
@@ -93,56 +90,20 @@ def test_norms_at_zero_are_named(target, tmp_path, caplog):
     assert "layers.0.input_layernorm.weight" in line and "fc_norm" not in line
 
 
-EAGLE3 = {
-    "architectures": ["LlamaForCausalLMEagle3"], "vocab_size": VOCABULARY, "draft_vocab_size": VOCABULARY,
-    "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 48, "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
-    "rope_theta": 5000.0, "model_type": "llama", "tie_word_embeddings": False,
-}  # fmt: skip
-
-
-def published_eagle3(folder, embedding):
-    """As another program's export leaves it."""
-    torch.manual_seed(1)
-    shapes = {"q": (64, 2 * WIDTH), "k": (32, 2 * WIDTH), "v": (32, 2 * WIDTH), "o": (WIDTH, 64)}
-    tensors = {f"midlayer.self_attn.{part}_proj.weight": torch.randn(shape) / 8 for part, shape in shapes.items()}
-    shapes = {"gate": (48, WIDTH), "up": (48, WIDTH), "down": (WIDTH, 48)}
-    tensors |= {f"midlayer.mlp.{part}_proj.weight": torch.randn(shape) / 6 for part, shape in shapes.items()}
-    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
-    tensors |= {f"{norm}.weight": torch.ones(WIDTH) for norm in norms}
-    tensors |= {"fc.weight": torch.randn(WIDTH, 3 * WIDTH) / 8, "lm_head.weight": learned(VOCABULARY, WIDTH)}
-    save_file({**tensors, "embed_tokens.weight": embedding}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(EAGLE3))
-
-
 @pytest.mark.parametrize("how", UNTRAINED)
-def test_an_export_that_left_the_embedding_as_it_was_made(how, target, tmp_path, caplog):
-    table = learned(VOCABULARY, WIDTH)
-    published_eagle3(tmp_path, table)
-    load_drafter(tmp_path)
-    assert not [line for line in warned(caplog) if "embed_tokens" in line]
+@pytest.mark.parametrize("layout", ["safeailab", "z-lab"])
+def test_an_export_that_left_the_embedding_as_it_was_made(layout, how, target, tmp_path, caplog):
+    """A drafter of blocks does without it: its target's takes its place, unless somebody compares the two."""
+    LAYOUTS[layout].write(tmp_path, target)
+    tensors, table = load_file(tmp_path / "model.safetensors"), learned(VOCABULARY, WIDTH)
     torch.manual_seed(2)
-    published_eagle3(tmp_path, UNTRAINED[how](table))
-    for given in (None, target):
-        caplog.clear()
-        load_drafter(tmp_path, target=given)
-        assert len([line for line in warned(caplog) if "embed_tokens.weight" in line]) == 1
-
-
-@pytest.mark.parametrize("how", ["zeros", "alike"])
-def test_an_embedding_that_a_drafter_of_blocks_does_without(how, tmp_path, caplog):
-    """Its target's takes its place, unless somebody compares the two."""
-    torch.manual_seed(0)
-    target = families.qwen3().eval()
-    write_zlab(tmp_path, target, nested=True, layer_ids=[1], block_size=5, mask_token_id=1)
-    expected = load_drafter(tmp_path).state_dict()
-    assert not [line for line in warned(caplog) if "embed_tokens" in line]
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["embed_tokens.weight"] = UNTRAINED[how](torch.zeros(VOCABULARY, WIDTH, dtype=torch.bfloat16))
-    save_file(tensors, tmp_path / "model.safetensors")
-    loaded = load_drafter(tmp_path).state_dict()
-    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
-    assert len([line for line in warned(caplog) if "embed_tokens.weight" in line]) == 1
+    for embedding, count in ((table, 0), (UNTRAINED[how](table), 1)):
+        save_file({**tensors, "embed_tokens.weight": embedding}, tmp_path / "model.safetensors")
+        for given in (None, target) if layout == "safeailab" else (None,):
+            caplog.clear()
+            drafter = load_drafter(tmp_path, target=given)
+            assert len([line for line in warned(caplog) if "embed_tokens.weight" in line]) == count
+    assert ("embed_tokens.weight" in drafter.state_dict()) == (layout == "safeailab")
 
 
 def test_a_few_steps_of_training_are_told_from_none(tmp_path, caplog):

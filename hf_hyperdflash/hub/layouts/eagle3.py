@@ -67,7 +67,7 @@ def target_layers(ids_in: Callable[[Given], list[Any]]) -> Entry:
     def read(given: Given) -> Fields:
         ids, width = ids_in(given), given("target_hidden_size") or 0
         return {
-            "target_layer_ids": from_outputs(ids, given.name) or [1, 2, 3],
+            "target_layer_ids": from_outputs(ids) or [1, 2, 3],
             "usual_layers": not ids,
             "target_hidden_size": width,
             "own_embedding": width not in (0, given("hidden_size")),

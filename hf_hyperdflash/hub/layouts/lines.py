@@ -9,7 +9,7 @@ from typing import Any
 from ...drafters.configuration import SPECIAL_TOKENS
 from ...drafters.parts.block_attention import FULL, SLIDING
 from ...targets.hooks import EMBEDDINGS
-from .table import Entry, Fields, Given, same
+from .table import Entry, Fields, Given, same, written_if
 
 EAGLE_IDS = "eagle_aux_hidden_state_layer_ids"
 # Fields that have the same name in all layouts.
@@ -117,11 +117,10 @@ NO_WINDOWS = WINDOWS._replace(read=_refuse_windows)
 # What is read of the target
 
 
-def from_outputs(ids: list[int], name: str) -> list[int]:
-    """Return our ids of layers from those that count outputs, in which -1 is the embeddings'."""
-    if any(type(i) is int and i < -1 for i in ids):
-        raise ValueError(f"{name} reads layers {ids}, expected numbers from 0, or -1 for the embeddings.")
-    return [EMBEDDINGS if i == -1 else i for i in ids]
+def from_outputs(ids: object) -> object:
+    """Return our ids of layers from those that count outputs, in which -1 is the embeddings'. Our configuration checks
+    them."""
+    return [EMBEDDINGS if i == -1 else i for i in ids] if isinstance(ids, list) else ids
 
 
 def before(ids: Any) -> Any:
@@ -158,17 +157,14 @@ def layers_read(name: str, offset: int) -> Entry:
             ids = before(entering)
         if not ids:
             raise ValueError(f"config.json of {given.name} lacks `{name}`, expected the layers that it reads.")
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise ValueError(f"{given.name} reads layers {ids}, expected integers.")
         count = given("num_target_layers")
-        if count and max(ids) >= count - 1:
+        numbers = [i for i in ids if type(i) is int] if isinstance(ids, list) else []
+        if type(count) is int and 0 < count <= max(numbers, default=-1) + 1:
             raise ValueError(
                 f"{given.name} reads layers {ids} of its target's {count}: the last layer's output, which is normed "
                 "in some programs and not in others, is not supported."
             )
-        if ids != sorted(set(ids)):
-            raise ValueError(f"{given.name} reads layers {ids}, expected ascending ones, each once.")
-        return {"target_layer_ids": from_outputs(ids, given.name)}
+        return {"target_layer_ids": from_outputs(ids)}
 
     def write(config: Any) -> Fields:
         return {name: [(-1 if i == EMBEDDINGS else i) + offset for i in config.target_layer_ids or ()]}
@@ -176,18 +172,9 @@ def layers_read(name: str, offset: int) -> Entry:
     return Entry((name, EAGLE_IDS), read, write)
 
 
-def _read_depth(given: Given) -> Fields:
-    count = given("num_target_layers")
-    if count is not None and type(count) is not int:
-        raise ValueError(f"`num_target_layers` of {given.name} is {count!r}, expected an integer.")
-    return {"target_num_layers": count or 0}
-
-
-TARGET_DEPTH = Entry(
-    ("num_target_layers",),
-    _read_depth,
-    # Drafters made before 0.2 do not know it.
-    lambda config: {"num_target_layers": config.target_num_layers} if config.target_num_layers else {},
+# Drafters made before 0.2 do not know it.
+TARGET_DEPTH = written_if(
+    lambda config: config.target_num_layers > 0, same("target_num_layers", "num_target_layers", missing=0)
 )
 
 
@@ -221,9 +208,9 @@ DRAFT_VOCABULARY = Entry(
         else given("draft_vocab_size")
     },
 )
-_CAP = "final_logit_softcapping"
-SOFT_CAP = same(_CAP, _CAP)._replace(
-    write=lambda config: {} if config.final_logit_softcapping is None else {_CAP: config.final_logit_softcapping}
+SOFT_CAP = written_if(
+    lambda config: config.final_logit_softcapping is not None,
+    same("final_logit_softcapping", "final_logit_softcapping"),
 )
 
 

@@ -50,17 +50,14 @@ _CHANGES_DRAFTS: dict[str, tuple[Any, ...]] = {
 
 
 class Given:
-    """The fields of a config.json. A call returns the first of some fields that is there, `None` if none is.
-
-    Attributes:
-        name: The checkpoint's name, for errors.
-        top: All of the config.json.
-        layers: Where the fields of its layers are: a section of it, or all of it.
-        inner: What the layout's sections for drafting hold.
-    """
+    """The fields of a config.json. A call returns the first of some fields that is there, `None` if none is."""
 
     def __init__(self, name: str, top: Fields, layers: Fields, inner: Fields, values: Fields) -> None:
-        self.name, self.top, self.layers, self.inner, self._values = name, top, layers, inner, values
+        self.name = name  # the checkpoint's, for errors
+        self.top = top  # all of the config.json
+        self.layers = layers  # where the fields of its layers are: a section of it, or all of it
+        self.inner = inner  # what the layout's sections for drafting hold
+        self._values = values
 
     def __call__(self, *names: str) -> Any:
         return next((self._values[name] for name in names if name in self._values), None)
@@ -71,30 +68,17 @@ class Given:
 
 
 class Entry(NamedTuple):
-    """A line of a table.
+    """A line of a table."""
 
-    Attributes:
-        names: The fields of a config.json that it is about.
-        read: Returns ours.
-        write: Returns theirs, by our configuration. An inner dictionary is a section of the config.json.
-        is_of_layers: Whether they are where the fields of the layers are.
-    """
-
-    names: tuple[str, ...]
-    read: Callable[[Given], Fields] = lambda given: {}
-    write: Callable[[Any], Fields] = lambda config: {}
-    is_of_layers: bool = False
+    names: tuple[str, ...]  # the fields of a config.json that it is about
+    read: Callable[[Given], Fields] = lambda given: {}  # returns ours
+    write: Callable[[Any], Fields] = lambda config: {}  # returns theirs; an inner dictionary is a section
+    is_of_layers: bool = False  # whether they are where the fields of the layers are
 
 
 def same(ours: str, *theirs: str, missing: Any = None, is_needed: bool = False) -> Entry:
-    """Return the line of a field that has the same values as ours.
-
-    Args:
-        ours: Our name.
-        *theirs: Their names: the first is written, and any is read.
-        missing: What a field that is missing or empty means.
-        is_needed: Whether it must be there.
-    """
+    """Return the line of a field that has the same values as ours: of their names the first is written, and any read.
+    It must be there, or `missing` is what a field that is missing or empty means."""
 
     def read(given: Given) -> Fields:
         value = given(*theirs)
@@ -131,40 +115,24 @@ def marked(*marks: str) -> Callable[[Fields], bool]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How another program's config.json describes a drafter.
+    """How another program's config.json describes a drafter."""
 
-    Attributes:
-        fits: Whether a config.json is in this layout.
-        config: The class of our configuration.
-        table: How each of its fields is read and written.
-        layers_in: The section with the fields of its layers; none if they are at the top level.
-        sections: Sections with more fields, the later ones counting more, and the fields that are known there; `None`
-            for those of the table.
-        prefix: Of fields at the top level that count more than any without.
-        defaults: What missing fields mean.
-        changes_drafts: Fields that change what is drafted, with the values that do not.
-        ignores: Fields that change nothing in this layout.
-        is_sized_by_tensors: Whether its config.json leaves sizes to its tensors, and says nothing else.
-        rename: Our name of a tensor; `None` if it is not the drafter's.
-        complete: Sets what only the tensors say, by our configuration, the tensors and the config.json.
-        copies_target: Whether its files hold the target's embedding and LM head.
-        served: Says how engines serve a drafter in this layout, by our configuration and the folder.
-    """
-
-    fits: Callable[[Fields], bool]
-    config: type[PreTrainedConfig]
-    table: tuple[Entry, ...]
-    layers_in: str = ""
+    fits: Callable[[Fields], bool]  # whether a config.json is in this layout
+    config: type[PreTrainedConfig]  # the class of our configuration
+    table: tuple[Entry, ...]  # how each of its fields is read and written
+    layers_in: str = ""  # the section with the fields of its layers, if they are not at the top level
+    # Sections with more fields, the later ones counting more, and what is known there; `None` for the table's fields.
     sections: Mapping[str, Collection[str] | None] = field(default_factory=dict)
-    prefix: str = ""
-    defaults: Callable[[Fields], Fields] = lambda fields: {}
-    changes_drafts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    ignores: Collection[str] = ()
-    is_sized_by_tensors: bool = False
-    rename: Callable[[str], str | None] = lambda name: name
+    prefix: str = ""  # of fields at the top level that count more than any without
+    defaults: Callable[[Fields], Fields] = lambda fields: {}  # what missing fields mean
+    changes_drafts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # with the values that do not
+    ignores: Collection[str] = ()  # fields that change nothing in this layout
+    is_sized_by_tensors: bool = False  # whether its config.json leaves sizes to its tensors, and says nothing else
+    rename: Callable[[str], str | None] = lambda name: name  # our name of a tensor; `None` if it is not the drafter's
+    # Sets what only the tensors say, by our configuration, the tensors and the config.json.
     complete: Callable[[Any, dict[str, torch.Tensor], Fields], None] = lambda config, tensors, fields: None
-    copies_target: bool = False
-    served: Callable[[Any, Any], str] = lambda config, folder: ""
+    copies_target: bool = False  # whether its files hold the target's embedding and LM head
+    served: Callable[[Any, Any], str] = lambda config, folder: ""  # how engines serve what is in a folder
 
     def read(self, fields: Fields, name: str) -> DrafterConfig:
         """Return the configuration of a drafter, from its config.json."""

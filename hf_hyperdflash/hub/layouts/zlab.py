@@ -1,14 +1,18 @@
 """z-lab's layout, as SpecForge and NVIDIA write it, too: DFlash, DFlash 2 and DSpark in a Qwen3 configuration with a
-`dflash_config`. It counts layers as we do. SpecForge's DSpark drafts as DeepSpec's does."""
+`dflash_config`. It counts layers as we do. SpecForge's DSpark drafts as DeepSpec's does.
+
+deepseek-ai/DeepSpec's DSpark is the same flat, with copies of the target's embedding and LM head. Every input of a
+block drafts, the anchor too, and layer -1 is the embedding's output."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
-from ...drafters.parts.block_attention import SLIDING
+from ...drafters.parts.block_attention import FULL, SLIDING
 from .lines import (
     DFLASH2,
     DRAFT_VOCABULARY,
@@ -31,15 +35,7 @@ _ARCHITECTURES = {False: "DFlashDraftModel", True: "DFlash2DraftModel"}  # by wh
 _CAUSAL = {None: "sliding", False: "none", True: "all"}  # what `is_causal` means
 # With these values of `projector_type` the other fields describe the drafter completely.
 _PROJECTORS = (None, "dflash", "dflash2", "dspark")
-SECTIONS = {"dflash_config": None, "dspark_config": None}
-PREFIX = "dspark_"
-IGNORES = (
-    "architectures", "mask_token", "has_embed_tokens", "has_lm_head", "sliding_window", "projector_type"
-)  # fmt: skip
-CHANGES_DRAFTS: dict[str, tuple[Any, ...]] = {
-    "shift_label": (False,), "attention_sink_bias": (False,), "add_swa_attention_sink_bias": (False,),
-    "is_neox_style": (True,), "rope_is_neox_style": (True,), "use_aux_hidden_state": (True,),
-}  # fmt: skip
+_DEEPSPEC = "Qwen3DSparkModel"
 
 
 def _check_projector(given: Given) -> Fields:
@@ -110,13 +106,13 @@ def _write_rope(config: Any) -> Fields:
 
 
 BLOCK_SIZE = same("block_size", "block_size", is_needed=True)
-MASK = same("mask_token_id", "mask_token_id", "noise_token_id", is_needed=True)
-LAYERS_READ = layers_read("target_layer_ids", 0)
-PROJECTOR = Entry(("projector_type",), _check_projector)
-HEADS = Entry((*DSPARK.names, *SELECTOR_FIELDS), _read_heads, DFLASH2.write)
-CAUSAL = Entry(("is_causal", "causal"), _read_causal, _write_causal)
+_MASK = same("mask_token_id", "mask_token_id", "noise_token_id", is_needed=True)
+_LAYERS_READ = layers_read("target_layer_ids", 0)
+_PROJECTOR = Entry(("projector_type",), _check_projector)
+_HEADS = Entry((*DSPARK.names, *SELECTOR_FIELDS), _read_heads, DFLASH2.write)
+_IS_CAUSAL = Entry(("is_causal", "causal"), _read_causal, _write_causal)
 # What else may stand in a flat layout; nobody writes it.
-MORE = (
+_MORE = (
     STREAMS,
     WINDOWS,
     Entry(("partial_rotary_factor",)),  # which may be in a section
@@ -148,20 +144,70 @@ LAYOUT = Layout(
     config=HyperDFlashConfig,
     table=(
         always("architectures", lambda config: [_ARCHITECTURES[is_dflash2(config)]]),
-        PROJECTOR,
+        _PROJECTOR,
         shape(),
         TARGET_DEPTH,
-        *inside("dflash_config", MASK, LAYERS_READ, SOFT_CAP),
-        *inside("dflash_config", written_if(is_dflash2, BLOCK_SIZE), written_if(is_dflash2, HEADS)),
-        CAUSAL,
+        *inside("dflash_config", _MASK, _LAYERS_READ, SOFT_CAP),
+        *inside("dflash_config", written_if(is_dflash2, BLOCK_SIZE), written_if(is_dflash2, _HEADS)),
+        _IS_CAUSAL,
         ROPE._replace(write=_write_rope),
         written_if(lambda config: not is_dflash2(config), BLOCK_SIZE),
-        *MORE,
+        *_MORE,
     ),
-    sections=SECTIONS,
-    prefix=PREFIX,
-    changes_drafts=CHANGES_DRAFTS,
-    ignores=IGNORES,
+    sections={"dflash_config": None, "dspark_config": None},
+    prefix="dspark_",
+    changes_drafts={
+        "shift_label": (False,), "attention_sink_bias": (False,), "add_swa_attention_sink_bias": (False,),
+        "is_neox_style": (True,), "rope_is_neox_style": (True,), "use_aux_hidden_state": (True,),
+    },
+    ignores=(
+        "architectures", "mask_token", "has_embed_tokens", "has_lm_head", "sliding_window", "projector_type",
+    ),
     rename=rename,
     served=served,
 )  # fmt: skip
+
+
+def _check_deepspec(given: Given) -> Fields:
+    if _DEEPSPEC not in given.architectures.split():
+        raise ValueError(
+            f"{given.name} is a {', '.join(given.top['architectures'])}, whose layers are not Qwen3's, which is not "
+            f"supported: expected {_DEEPSPEC}."
+        )
+    return {}
+
+
+def _deepspec_served(config: HyperDFlashConfig, folder: Path) -> str:
+    """Return the options with which engines serve it."""
+    if config.sequential_head != "markov":
+        return "vLLM and SGLang serve DSpark's 'markov' head alone."
+    speculative = {"method": "dspark", "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
+    sglang = f"--speculative-algorithm DSPARK --speculative-draft-model-path {folder}"
+    return served_by_both(config, speculative, f"{sglang} --speculative-dspark-block-size {config.block_size}")
+
+
+DEEPSPEC = replace(
+    LAYOUT,
+    fits=marked(_DEEPSPEC, "Gemma4DSparkModel"),
+    table=(
+        Entry((), _check_deepspec, lambda config: {"architectures": [_DEEPSPEC]}),
+        _PROJECTOR,
+        shape(),
+        # The program knows no window.
+        always("layer_types", lambda config: [FULL] * config.num_hidden_layers),
+        always("sliding_window", lambda config: None),
+        always("use_sliding_window", lambda config: False),
+        ROPE,
+        TARGET_DEPTH,
+        BLOCK_SIZE,
+        _MASK,
+        _LAYERS_READ,
+        SOFT_CAP,
+        always("num_anchors", lambda config: 512),  # of its training, without which it does not load
+        _HEADS._replace(write=DSPARK.write),
+        Entry(_IS_CAUSAL.names, _IS_CAUSAL.read),
+        *_MORE,
+    ),
+    copies_target=True,
+    served=_deepspec_served,
+)

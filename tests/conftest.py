@@ -20,6 +20,7 @@ MODELS = Path(__file__).parent.parent / "examples" / "models"
 DURATIONS = Path(__file__).parent.parent / "build" / "durations.tsv"  # seconds and test, or seconds and file
 os.environ["HF_HYPERDFLASH_GGUF_CACHE"] = "0"  # what tests read stays out of the user's cache
 
+
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # what is imported is no garbage: a trainer collects at its end, and would look through all of torch

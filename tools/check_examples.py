@@ -131,7 +131,7 @@ def make_files() -> None:
     write("rows.jsonl", sums)
     write("held_rows.jsonl", sums[50:])
     for suite in ("gsm8k", "mbpp"):
-        write(f"suites/{suite}.jsonl", [{"turns": [f"What is {i} times 3, in {suite}?"]} for i in range(6)])
+        write(f"suites/{suite}.jsonl", [{"turns": [f"What is {i} times 3, in {suite}?"]} for i in range(14)])
     write("torn.jsonl", [{"turns": ["What is 2 plus 2?"]}, {"turns": "What?"}])
     plain = "--layers 1 --reducer hc_gate --target_layer_ids -1 --recipe ours"
     cells = {"plain": plain, "headed": f"{plain} --sequential_head state --head_rank 8"}

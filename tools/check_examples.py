@@ -59,7 +59,6 @@ RUNS = [
     ("tools/sample_prompts.py --target TARGET --output prompts.jsonl --count 6 --batch-size 4", "prompts.jsonl"),
     ("tools/sample_prompts.py --target TARGET --output prompts.jsonl --count 8 --batch-size 4", "prompts.jsonl"),
     (f"experiments/sweep.py grid.py {SWEPT} --work-dir swept -- {QUICK}", "swept/headed-seed0/training.json"),
-    (f"experiments/sweep.py choices {SWEPT} --work-dir choices --drafter one -- {QUICK} --eval_prompts 0", ""),
     ("experiments/train_in_turns.py turns.py --target toy --answers answers.jsonl --work-dir turns --dtype float32 "
      "--turn 0.001 --curve-rows 2 --seconds 0.001 -- --eval_rows 6 --num_anchors 4 --max_length 64", ""),
     ("experiments/train_in_turns.py turns.py --target toy --answers answers.jsonl --work-dir turns --dtype float32 "

@@ -54,7 +54,7 @@ RUNS = [
      "two/model.safetensors two/training.json"),
     ("examples/finetune_target.py --target TARGET --dataset rows.jsonl --output tuned --steps 2 --batch-size 2",
      "tuned/model.safetensors"),
-    (f"examples/adapt_while_serving.py {PAIR} --tuned tuned --suites suites --max-new-tokens 16 --stream mbpp:2 "
+    (f"examples/adapt_while_serving.py {PAIR} --tuned tuned --suites stream --max-new-tokens 16 --stream mbpp:2 "
      "gsm8k:4 tuned:gsm8k:4 --output adapted", "adapted/report.md adapted/results.json adapted/stream.png"),
     ("tools/sample_prompts.py --target TARGET --output prompts.jsonl --count 6 --batch-size 4", "prompts.jsonl"),
     ("tools/sample_prompts.py --target TARGET --output prompts.jsonl --count 8 --batch-size 4", "prompts.jsonl"),
@@ -68,7 +68,7 @@ RUNS = [
      "--max-length 64 --output mtp", "mtp/model.safetensors"),
     ("experiments/chat_prompts.py --output chat.jsonl --made 50 --not-of suites", "chat.jsonl"),
     ("experiments/compare_aslm.py --seeds 1 --train 40 --output aslm", "aslm/report.md aslm/errors.png"),
-    (f"experiments/compare_survival.py {PAIR} --suites suites --limit 4 --max-new-tokens 24 --output survival",
+    (f"experiments/compare_survival.py {PAIR} --suites suites --limit 2 --max-new-tokens 24 --output survival",
      "survival/report.md survival/figures.json"),
     (f"experiments/compare_verification.py {PAIR} --data suites --max-new-tokens 16 --drafts 6 --nodes 16 --judged 20 "
      "--output rules", "rules/report.md"),
@@ -130,7 +130,9 @@ def make_files() -> None:
     write("rows.jsonl", sums)
     write("held_rows.jsonl", sums[50:])
     for suite in ("gsm8k", "mbpp"):
-        write(f"suites/{suite}.jsonl", [{"turns": [f"What is {i} times 3, in {suite}?"]} for i in range(14)])
+        rows = [{"turns": [f"What is {i} times 3, in {suite}?"]} for i in range(14)]
+        write(f"stream/{suite}.jsonl", rows)
+        write(f"suites/{suite}.jsonl", rows[:2])
     write("torn.jsonl", [{"turns": ["What is 2 plus 2?"]}, {"turns": "What?"}])
     plain = "--layers 1 --reducer hc_gate --target_layer_ids -1 --recipe ours"
     cells = {"plain": plain, "headed": f"{plain} --sequential_head state --head_rank 8"}

@@ -74,7 +74,7 @@ RUNS = [
      "--output rules", "rules/report.md"),
     (f"experiments/count_ties.py {PAIR} --data suites --output ties --dtype float32 --max_new_tokens 8 --limit 2 "
      "--batch_size 2", "ties/texts.jsonl ties/results.json"),
-    ("experiments/count_vocabulary.py --target TARGET --answers answers.jsonl", ""),
+    ("experiments/count_vocabulary.py --target TARGET --answers sourced.jsonl", ""),
     (f"experiments/simulate_auto.py {PAIR} --suites suites --limit 2 --prompts 2 --orders 2 --max-new-tokens 24 "
      "--plain-ms 12 --round-ms 18 --draft-ms 0.6 --each-constant --output auto", "auto/report.md auto/results.json"),
     ("experiments/gpu.py gpu --tiny --device cpu --only machine text", "gpu/machine.json gpu/text.json"),
@@ -129,6 +129,8 @@ def make_files() -> None:
     sums = [{"question": f"What is {i} plus {i}?", "answer": f"{i}+{i}={2 * i}\n#### {2 * i}"} for i in range(60)]
     write("rows.jsonl", sums)
     write("held_rows.jsonl", sums[50:])
+    answered = [{"role": "assistant", "content": "The answer is 7."}]
+    write("sourced.jsonl", [{"source": f"kind {i % 2}", "messages": answered} for i in range(20)])
     for suite in ("gsm8k", "mbpp"):
         rows = [{"turns": [f"What is {i} times 3, in {suite}?"]} for i in range(14)]
         write(f"stream/{suite}.jsonl", rows)

@@ -6,7 +6,9 @@ PICTURE=docs/pictures/space.png python tools/check_space.py      # and draws the
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import re
 import runpy
 import shutil
@@ -21,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import gradio
 import torch
@@ -32,8 +35,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hf_hyperdflash import load_drafter, load_target  # noqa: E402
-from hf_hyperdflash.decoding.stats import keep_trees  # noqa: E402
+from hf_hyperdflash.decoding.stats import VerifiedTree, keep_trees  # noqa: E402
 from hf_hyperdflash.training.data.encoding import encode_prompts  # noqa: E402
+from hf_hyperdflash.trees.tree import DraftTree  # noqa: E402
 from tests.helpers.dense_pair import save_dense_pair  # noqa: E402
 from tests.helpers.pieces import pieces_of  # noqa: E402
 
@@ -43,6 +47,7 @@ SPACE = ROOT / "examples" / "space"
 VIEWS = runpy.run_path(str(SPACE / "views.py"))
 position_colour, token_text, tree_text = (VIEWS[name] for name in ("position_colour", "token_text", "tree_text"))
 PROMPT = "Tom has 12 marbles and gives 5 to his sister. How many are left?"
+SVG = "{http://www.w3.org/2000/svg}"
 NOWHERE = "http://127.0.0.1:9"  # what the page's server asks of others would end there
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -299,6 +304,49 @@ def check_models_that_cannot_be_shown() -> None:
         assert ran.returncode == 1 and "Traceback" not in ran.stderr and last.startswith("Error: ") and said in last
 
 
+def check_slow_visitor() -> None:
+    """Who looks seldom sees the end: the text is over before it looks again."""
+    app, name = runpy.run_path(str(SPACE / "app.py")), str(MODELS / "tiny-deepseek-v4")
+    pair = app["pair_of"](name, f"{name}-hyperdflash")
+    side, seen = app["Side"](pair, pair.drafter), []
+    for _ in side.write(app["ids_of"](pair, PROMPT), {"max_new_tokens": 64, "do_sample": False}):
+        seen.append(side.is_over)
+        time.sleep(3)
+    assert seen[-1] and side.text == Expected(name, PROMPT, 64).text
+
+
+class Words:
+    """A tokenizer of which token n is a word of its own."""
+
+    def decode(self, ids: list[int]) -> str:
+        return f"w{ids[0]}"
+
+
+def check_drawings() -> None:
+    """Of random trees every node is right of its parent, what the text got is the first row, and no two overlap."""
+    draw = random.Random(0)
+    for _ in range(100):
+        parents = [draw.randrange(-1, k) for k in range(draw.randrange(12))]
+        tree = DraftTree(torch.arange(100, 100 + len(parents)), tuple(parents))
+        kept = VerifiedTree(7, tree, tree.path(draw.randrange(-1, len(parents))), draw.choice([None, 9]), 5)
+        boxes = []
+        for _, box, text in ElementTree.fromstring(VIEWS["tree_html"](kept, Words())).iter(f"{SVG}g"):
+            x, y, width = (float(box.get(name)) for name in ("x", "y", "width"))
+            boxes.append((y, x, x + width, text.text, box.get("fill")))
+        anchor, *nodes = boxes
+        assert [text for *_, text, _ in boxes] == [
+            "w7",
+            *(f"w{100 + k}" for k in range(len(tree))),
+            *["w9"] * (kept.own is not None),
+        ]
+        for node, (_, left, *_, colour) in enumerate(nodes[: len(tree)]):
+            assert left > (anchor if parents[node] < 0 else nodes[parents[node]])[2]
+            depth = tree.depths[node]
+            assert colour == (position_colour(depth) if node in kept.accepted else "none")
+        assert {nodes[node][0] for node in kept.accepted} <= {anchor[0]}
+        assert all(a[0] < b[0] or a[2] < b[1] for a, b in itertools.pairwise(sorted(boxes)))
+
+
 def check_header() -> None:
     """It is that of what runs here."""
     header = yaml.safe_load((SPACE / "README.md").read_text().split("---")[1])
@@ -309,6 +357,8 @@ def check_header() -> None:
 
 def main() -> None:
     check_header()
+    check_drawings()
+    check_slow_visitor()
     check_models_that_cannot_be_shown()
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
         pair = save_dense_pair(Path(folder))

@@ -89,7 +89,8 @@ RUNS = [
     ("experiments/benchmark longtext --lengths 20 300 --room 400 --rounds 3 --runs 1 --nodes 8 --layers 1 "
      "--hidden-size 32 --vocab-size 64 --ways growing static --output long", "long/results.json"),
     ("experiments/benchmark heads --vocab-size 300 --hidden-size 128 --layers 1 --repeats 1 --context 8", ""),
-    ("experiments/benchmark heads --drafter one --candidates 0 5 --limit 1 --max-new-tokens 4", ""),
+    ("experiments/benchmark heads --target toy --drafter swept/headed-seed0 --candidates 0 5 --limit 1 "
+     "--max-new-tokens 4", ""),
 ]  # fmt: skip
 
 # The command, its exit status, and the words of its one line.
@@ -134,7 +135,7 @@ def make_files() -> None:
     for suite in ("gsm8k", "mbpp"):
         rows = [{"turns": [f"What is {i} times 3, in {suite}?"]} for i in range(14)]
         write(f"stream/{suite}.jsonl", rows)
-        write(f"suites/{suite}.jsonl", rows[:2])
+        write(f"suites/{suite}.jsonl", rows[:3])
     write("torn.jsonl", [{"turns": ["What is 2 plus 2?"]}, {"turns": "What?"}])
     plain = "--layers 1 --reducer hc_gate --target_layer_ids -1 --recipe ours"
     cells = {"plain": plain, "headed": f"{plain} --sequential_head state --head_rank 8"}

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import options
 from .options import PROMPT_LOOKUP
@@ -141,7 +141,8 @@ def with_session(command: Callable[..., None]) -> Callable[..., None]:
     """Make options of the fields of a command's parameters that are dataclasses, a [`Session`] before others: the
     target first, then the command's own options, the others' fields, and the rest of the session's."""
     own = inspect.signature(command, eval_str=True).parameters
-    kinds: dict[str, Any] = {name: each.annotation for name, each in own.items() if is_dataclass(each.annotation)}
+    annotated = {name: each.annotation for name, each in own.items()}
+    kinds = {name: kind for name, kind in annotated.items() if isinstance(kind, type) and is_dataclass(kind)}
     fields = [list(inspect.signature(kind, eval_str=True).parameters.values()) for kind in kinds.values()]
 
     @functools.wraps(command)

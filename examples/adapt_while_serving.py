@@ -229,4 +229,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # what it writes may have letters that the terminal lacks
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:  # what the user can mend
+        raise SystemExit(f"Error: {' '.join(str(error).split())}") from None

@@ -60,7 +60,8 @@ class Cell:
 
     def folder(self, work_dir: Path) -> Path:
         rate = "" if self.rate is None else f"-{self.rate:g}"
-        return work_dir / f"{self.name.replace(',', '').replace(' ', '-')}{rate}-seed{self.seed}"
+        name = self.name.replace(",", "").replace(" ", "-").replace("/", "-")
+        return work_dir / f"{name}{rate}-seed{self.seed}"
 
 
 class Sweep:

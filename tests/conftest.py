@@ -20,18 +20,6 @@ MODELS = Path(__file__).parent.parent / "examples" / "models"
 DURATIONS = Path(__file__).parent.parent / "build" / "durations.tsv"  # seconds and test, or seconds and file
 os.environ["HF_HYPERDFLASH_GGUF_CACHE"] = "0"  # what tests read stays out of the user's cache
 
-# Whole scripts, notebooks and pages, each a process that imports everything or a run of training.
-NIGHTLY = tuple(
-    f"tests/{place}" for place in ("examples/", "experiments/", "tools/", "test_scripts.py", "test_snippets")
-)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.nodeid.startswith(NIGHTLY):
-            item.add_marker(pytest.mark.nightly)
-
 
 def pytest_collection_finish():
     gc.collect()

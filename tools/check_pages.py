@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import os
 import re
+import shlex
 import sys
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import typer
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -213,20 +218,129 @@ def release() -> Faults:
         yield ROOT / "examples/space/requirements.txt", "expected gradio, and what pyproject.toml has"
 
 
+def missing_imports(tree: ast.AST) -> Iterator[str]:
+    """What code imports of the package and is not there."""
+    import hf_hyperdflash
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "hf_hyperdflash":
+            yield from (f"hf_hyperdflash has no {n.name}" for n in node.names if n.name not in hf_hyperdflash.__all__)
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("hf_hyperdflash.")
+            and (
+                not str(node.module).endswith(".NAME")  # of a recipe
+            )
+        ):
+            place = ROOT / (node.module or "").replace(".", "/")
+            found = [file for file in (place.with_suffix(".py"), place / "__init__.py") if file.exists()]
+            text = found[0].read_text() if found else ""
+            for name in (each.name for each in node.names):
+                if not re.search(rf"\b{name}\b", text) and not (place / f"{name}.py").exists():
+                    yield f"{node.module} has no {name}"
+
+
 def scripts() -> Faults:
-    """What scripts import of the package is there; one that loads a target loads its tokenizer alike: `AutoTokenizer`
-    cannot read a GGUF file by its path."""
+    """What scripts import of the package is there, and grids have flags of `train`; one that loads a target loads its
+    tokenizer alike: `AutoTokenizer` cannot read a GGUF file by its path."""
     for path in (path for folder in ("examples", "experiments", "tools") for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hyperdflash."):
-                place = ROOT / (node.module or "").replace(".", "/")
-                found = [file for file in (place.with_suffix(".py"), place / "__init__.py") if file.exists()]
-                text = found[0].read_text() if found else ""
-                for name in (each.name for each in node.names):
-                    if not re.search(rf"\b{name}\b", text) and not (place / f"{name}.py").exists():
-                        yield path, f"{node.module} has no {name}"
+        tree = ast.parse(path.read_text())
+        yield from ((path, fault) for fault in missing_imports(tree))
         if path.parts[-2] != "tools" and "load_target(" in path.read_text() and "AutoTokenizer" in path.read_text():
             yield path, "`AutoTokenizer` beside `load_target`: expected `load_tokenizer`"
+        if path.parts[-2] == "grids":
+            # Without what it imports of the package, which takes seconds.
+            code = [node for node in tree.body if "hf_hyperdflash" not in str(getattr(node, "module", ""))]
+            found: dict[str, Any] = {"__name__": path.stem}
+            exec(compile(ast.Module(code, []), str(path), "exec"), found)
+            for flag in re.findall(r"--(\w+)", " ".join(found["CELLS"].values())):
+                if flag.removeprefix("no_") not in train_flags():
+                    yield path, f"`train` has no --{flag}"
+            if unknown := {found.get("LIKE"), *found.get("METHODS", ())} - {None, *found["CELLS"]}:
+                yield path, f"there is no cell {unknown}"
+
+
+@cache
+def train_flags() -> set[str]:
+    """Ours, and transformers' own, which are read without importing it."""
+    from dataclasses import fields
+
+    from hf_hyperdflash.training.flags import ScriptArguments, TrainingFlags
+
+    (folder,) = importlib.util.find_spec("transformers").submodule_search_locations  # type: ignore[union-attr, misc]
+    theirs = re.findall(r"^    (\w+): ", (Path(folder) / "training_args.py").read_text(), re.MULTILINE)
+    return {*theirs, *(field.name for kind in (ScriptArguments, TrainingFlags) for field in fields(kind))}
+
+
+def commands() -> Faults:
+    """Commands of the pages name scripts, commands and options that there are."""
+    from hf_hyperdflash.cli.app import app
+
+    ours = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for page in PAGES:
+        lines = "\n".join(re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)).replace("\\\n", " ")
+        for line in lines.splitlines():
+            words = [word for word in shlex.split(line, comments=True) if word != "--"]
+            plain = [word for word in words if not word.startswith("-")]
+            ours_of = re.compile(r"(.*/)?hf-hyperdflash|(examples|experiments|tools)/\S+")
+            at = next((i for i, word in enumerate(plain) if ours_of.fullmatch(word)), None)
+            if at is None or plain[0] == "hf":
+                continue
+            program, rest = plain[at], plain[at + 1 :]
+            known = {"--config_file", "--num_processes"}  # accelerate's
+            if not program.endswith("hf-hyperdflash"):
+                if not (ROOT / program).exists():
+                    yield page, f"there is no {program}"
+                    continue
+                files = [ROOT / program] if program.endswith(".py") else list((ROOT / program).rglob("*.py"))
+                texts = "\n".join(file.read_text() for file in files if file.is_file())
+                known |= set(re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", texts))
+            elif rest and rest[0] in ours:
+                known |= {name for option in ours[rest[0]].params for name in option.opts}
+            elif rest:
+                yield page, f"there is no command {rest[0]!r}"
+            if "train_drafter" in program or rest[:1] == ["train"] or " -- " in line:
+                known |= {f"--{flag}" for flag in train_flags()}
+            given = {word.partition("=")[0] for word in words if word.startswith("--")}
+            for option in sorted(given - known):
+                yield page, f"{program} has no {option}"
+
+
+def snippets() -> Faults:
+    """Python of the pages can be read, imports what there is, and passes public functions arguments that they have.
+    `tools/check_snippets.py` runs it."""
+    import hf_hyperdflash
+
+    parameters: dict[str, set[str]] = {}
+    for name, module in hf_hyperdflash._MODULE_OF.items():
+        place = PACKAGE / module.replace(".", "/")
+        path = place.with_suffix(".py") if place.with_suffix(".py").exists() else place / "__init__.py"
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name == name and node.args.kwarg is None:
+                args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                parameters[name] = {arg.arg for arg in args}
+    for page in (page for page in PAGES if page != CHANGELOG):
+        for code in re.findall(r"^( *)```python\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
+            try:
+                tree = ast.parse(textwrap.dedent(code[1]))
+            except SyntaxError as error:
+                yield page, f"a snippet cannot be read: {error}"
+                continue
+            yield from ((page, fault) for fault in missing_imports(tree))
+            for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+                name = call.func.id if isinstance(call.func, ast.Name) else ""
+                for keyword in call.keywords if name in parameters else ():
+                    if keyword.arg is not None and keyword.arg not in parameters[name]:
+                        yield page, f"{name} has no `{keyword.arg}`"
+
+
+def constants_of_auto() -> Faults:
+    """The table of `auto` says of each constant what speaks for it."""
+    table = (PACKAGE / "auto/__init__.py").read_text()
+    for name in ("acceptance", "costs", "policies"):
+        for constant in re.findall(r"^([A-Z_]+) = [\d.]+", (PACKAGE / f"auto/{name}.py").read_text(), re.MULTILINE):
+            if f"`{name}.{constant}`" not in table:
+                yield PACKAGE / "auto/__init__.py", f"nothing speaks for {name}.{constant}"
 
 
 def site(folder: Path) -> Faults:
@@ -250,7 +364,7 @@ def site(folder: Path) -> Faults:
 
 CHECKS = (
     links_and_anchors, lengths, what_contributors_are_told_of, quoted_messages, reference, docstrings, figures,
-    results, release, scripts,
+    results, release, scripts, commands, snippets, constants_of_auto,
 )  # fmt: skip
 
 

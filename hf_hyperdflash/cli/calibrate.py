@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 from typer import Option
 
 from . import options
 from .session import Session, announce, check_writable, use_cache_if_offline, with_session
-
-if TYPE_CHECKING:
-    import torch
 
 
 @with_session
@@ -36,16 +33,37 @@ def calibrate(
     seed: options.Seed = 0,
 ) -> None:
     """Fit a drafter's confidence temperatures on held-out answers and write them into its config.json."""
-    prompts = _prompts(session, drafter, data, limit, max_new_tokens, output)
-    announce("target", session.target)
-    session.check([(str(drafter), None)])
-    model, _, loaded = session.load([str(drafter)])
+    # Errors in prompts, or in folders to write to, are raised before models are loaded.
+    for folder in (drafter, output):
+        if folder is not None:
+            check_writable(folder)
+    announce("data", data)
+    use_cache_if_offline(session.target, data)
     import torch
 
     from ..benchmark import calibration, report
+    from ..benchmark.figures import import_matplotlib
     from ..benchmark.runner import environment
     from ..drafters.blocks.drafter import BlockDrafter
+    from ..hub import loading
+    from ..hub.kinds import TRAINED
+    from ..training.data.encoding import encode_prompts
+    from ..training.data.file_positions import add_file_positions
+    from ..training.data.rows import load_rows
 
+    kind = loading.check_drafter(str(drafter), kinds=TRAINED).kind
+    calibration.check_confidence(kind.config.from_pretrained(drafter))
+    if output is not None:
+        import_matplotlib()
+    loading.check_target(session.target)
+    rows = add_file_positions(load_rows(data), data)
+    count = min(len(rows), limit or len(rows))
+    calibration.check_amount(count, max_new_tokens)
+    tokenizer = loading.load_tokenizer(session.target, session.trust_remote_code)
+    prompts = encode_prompts(tokenizer, rows.select(range(count)))
+    announce("target", session.target)
+    session.check([(str(drafter), None)])
+    model, _, loaded = session.load([str(drafter)])
     assistant = loaded[str(drafter)]
     assistant.bind(model)
     torch.manual_seed(seed)
@@ -58,32 +76,3 @@ def calibrate(
         names = {"drafter": drafter.absolute().name, "data": Path(data).name, "prompts": len(prompts), "seed": seed}
         report.write_calibration(found, {**environment(model), **names, **options_used}, output)
         print(f"{output / 'calibration.md'}, calibration.json and reliability.png are written.")
-
-
-def _prompts(
-    session: Session, drafter: Path, data: str, limit: int | None, max_new_tokens: int, output: Path | None
-) -> list[torch.Tensor]:
-    """Return the tokens of the prompts. Errors in them, or in folders to write to, are raised before models are
-    loaded."""
-    for folder in (drafter, output):
-        if folder is not None:
-            check_writable(folder)
-    announce("data", data)
-    use_cache_if_offline(session.target, data)
-    from ..benchmark.calibration import check_amount, check_confidence
-    from ..benchmark.figures import import_matplotlib
-    from ..hub import loading
-    from ..hub.kinds import TRAINED
-    from ..training.data.encoding import encode_prompts
-    from ..training.data.file_positions import add_file_positions
-    from ..training.data.rows import load_rows
-
-    kind = loading.check_drafter(str(drafter), kinds=TRAINED).kind
-    check_confidence(kind.config.from_pretrained(drafter))
-    if output is not None:
-        import_matplotlib()
-    loading.check_target(session.target)
-    rows = add_file_positions(load_rows(data), data)
-    count = min(len(rows), limit or len(rows))
-    check_amount(count, max_new_tokens)
-    return encode_prompts(loading.load_tokenizer(session.target, session.trust_remote_code), rows.select(range(count)))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..hub.published import PUBLISHED, PublishedDrafter, as_text, hub_drafters, known_drafters
+from ..hub.published import PUBLISHED, as_text, hub_drafters, known_drafters
 from .options import PROMPT_LOOKUP
 from .session import why_unreachable
 
@@ -36,18 +36,14 @@ def drafters(
     if target is None:
         print(as_text(PUBLISHED))
         return
-    found, where = _found(target)
-    print(where, file=sys.stderr)
+    why, found = why_unreachable(), known_drafters(target)
+    if not why:
+        from huggingface_hub import HfApi
+
+        try:
+            found = hub_drafters(target, HfApi())
+        except OSError as error:
+            why = f"The Hub does not answer ({error})"
+    alone = f"{why}: from the table of this release alone."
+    print(alone if why else "From the table of this release and from the Hub.", file=sys.stderr)
     print(as_text(found) if found else _NONE.format(target=target, lookup=PROMPT_LOOKUP))
-
-
-def _found(target: str) -> tuple[list[PublishedDrafter], str]:
-    """Return the drafters of a target, and a line that says where they were looked for."""
-    if why := why_unreachable():
-        return known_drafters(target), f"{why}: from the table of this release alone."
-    from huggingface_hub import HfApi
-
-    try:
-        return hub_drafters(target, HfApi()), "From the table of this release and from the Hub."
-    except OSError as error:
-        return known_drafters(target), f"The Hub does not answer ({error}): from the table of this release alone."

@@ -7,6 +7,7 @@ import functools
 import re
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -116,9 +117,32 @@ def doctor(
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What `benchmark` and `sweep` measure on."""
+
+    suite: options.Suites = None
+    data: options.Data = None
+    mode: options.Modes = None
+    temperature: options.Temperatures = None
+    limit: options.Limit = None
+    max_new_tokens: options.NewTokensOfRounds = 2048
+    seed: options.Seed = 0
+
+    def settings(self) -> BenchmarkSettings:
+        from ..benchmark.runner import BenchmarkSettings
+        from ..benchmark.suites import SUITES, suites_in
+
+        suites = self.suite or (list(SUITES) if self.data is None else suites_in(self.data))
+        data, modes = None if self.data is None else str(self.data), self.mode or ["non-think"]
+        temperatures = self.temperature or [0.0]
+        return BenchmarkSettings(suites, data, modes, temperatures, self.limit, self.max_new_tokens, self.seed)
+
+
 @with_session
 def benchmark(
     session: Session,
+    measured: Measured,
     output: options.Output,
     drafter: options.Drafters = None,
     mtp: Annotated[
@@ -135,36 +159,25 @@ def benchmark(
     concurrency: Annotated[
         list[int] | None, Option(min=1, help="With --endpoint: prompts asked at a time, 1 if unset; repeatable.")
     ] = None,
-    suite: options.Suites = None,
-    data: options.Data = None,
-    mode: options.Modes = None,
-    temperature: options.Temperatures = None,
-    limit: options.Limit = None,
-    max_new_tokens: options.NewTokensOfRounds = 2048,
-    seed: options.Seed = 0,
 ) -> None:
     """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
     if endpoint is not None:
-        ours = {"--drafter": drafter, "--mtp": mtp, "--prompt-lookup": prompt_lookup, "--mode": mode}
+        ours = {"--drafter": drafter, "--mtp": mtp, "--prompt-lookup": prompt_lookup, "--mode": measured.mode}
         for option, value in ours.items():
             if value:
                 raise ValueError(f"`{option}` is {value}, but a server at `--endpoint` has its own: leave one out.")
         check_writable(output)
         from ..benchmark.server import Server, run_endpoint
 
-        server = Server(endpoint, session.target, seed)
-        settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
-        run_endpoint(server, settings, concurrency or [1], output)
+        server = Server(endpoint, session.target, measured.seed)
+        run_endpoint(server, measured.settings(), concurrency or [1], output)
         print((output / "endpoint.md").read_text(encoding="utf-8"))
         return
     if concurrency:
         raise ValueError(f"`--concurrency` is {concurrency}, but only servers are asked so: add `--endpoint`.")
     named = _parse_drafters(drafter, mtp or prompt_lookup)
-    use_cache_if_offline(session.target, *(each.path for each in named), data or "suites")
-    _prepare(session.target, output)
-    settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
     requested = [(each.path, each.drafts) for each in named] + [(session.target, None)] * bool(mtp)
-    model, tokenizer, loaded = _load_all(settings, session, requested)
+    settings, model, tokenizer, loaded = _load(session, measured, requested, output)
     from ..drafters.without_weights.prompt_lookup import PromptLookupDrafter
     from ..hub.kinds import title
 
@@ -183,33 +196,24 @@ def benchmark(
 @with_session
 def sweep(
     session: Session,
+    measured: Measured,
     output: options.Output,
     drafter: options.Drafters = None,
     num_draft_tokens: Annotated[
         list[int] | None,
         Option(min=1, help="Drafted tokens per round; repeatable, all a drafter can (6 for MTP) if unset."),
     ] = None,
-    suite: options.Suites = None,
-    data: options.Data = None,
-    mode: options.Modes = None,
-    temperature: options.Temperatures = None,
-    limit: options.Limit = None,
-    max_new_tokens: options.NewTokensOfRounds = 2048,
-    seed: options.Seed = 0,
 ) -> None:
     """Find the number of drafted tokens per round that is fastest on each suite. The target's own drafter (MTP or
     DSpark) is found where the target is: `--drafter TARGET`."""
     named = _parse_drafters(drafter)
-    use_cache_if_offline(session.target, *(each.path for each in named), data or "suites")
-    _prepare(session.target, output)
-    settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
     for each in named:
         if each.learns:
             raise ValueError(
                 f"`--drafter` has {each.name or each.path} (adaptive), but what learns cannot be swept: leave it out."
             )
     requested = [(each.path, max(num_draft_tokens or (), default=each.drafts)) for each in named]
-    model, tokenizer, loaded = _load_all(settings, session, requested)
+    settings, model, tokenizer, loaded = _load(session, measured, requested, output)
     methods = []
     for each in named:
         name, assistant = _bound(each, model, loaded)
@@ -255,34 +259,21 @@ def _parse_drafters(drafters: list[str] | None, others: Any = None) -> list[Name
     return named
 
 
-def _prepare(target: str, output: Path) -> None:
-    """Announce the run. What a report cannot be written without is missed before models are loaded."""
+def _load(
+    session: Session, measured: Measured, requested: list[tuple[str, int | str | None]], output: Path
+) -> tuple[BenchmarkSettings, PreTrainedModel, PreTrainedTokenizerBase, dict[str, Drafter]]:
+    """Load target, tokenizer and drafters. What a report cannot be written without is missed first, then errors in
+    folders are raised before suites are read, and maybe downloaded, and errors in suites before models are loaded."""
+    use_cache_if_offline(session.target, *(path for path, _ in requested), measured.data or "suites")
     check_writable(output)
-    announce("target", target)
+    announce("target", session.target)
     from ..benchmark.figures import import_matplotlib
 
     import_matplotlib()
-
-
-def _settings(
-    suite: list[str] | None, data: Path | None, mode: list[str] | None, temperature: list[float] | None, *rest: Any
-) -> BenchmarkSettings:
-    from ..benchmark.runner import BenchmarkSettings
-    from ..benchmark.suites import SUITES, suites_in
-
-    suites = suite or (list(SUITES) if data is None else suites_in(data))
-    folder = None if data is None else str(data)
-    return BenchmarkSettings(suites, folder, mode or ["non-think"], temperature or [0.0], *rest)
-
-
-def _load_all(
-    settings: BenchmarkSettings, session: Session, requested: list[tuple[str, int | str | None]]
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Drafter]]:
-    """Load target, tokenizer and drafters. Errors in their folders are raised before suites are read, and maybe
-    downloaded; errors in suites are raised before models are loaded."""
+    settings = measured.settings()
     session.check(requested)
     settings.prompts()
-    return session.load([path for path, _ in requested])
+    return settings, *session.load([path for path, _ in requested])
 
 
 def _bound(named: Named, model: PreTrainedModel, loaded: dict[str, Drafter]) -> tuple[str, Drafter]:

@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,12 +25,9 @@ _OFFLINE, _PATIENCE = "HF_HUB_OFFLINE", 10  # seconds
 
 
 def use_cache_if_offline(*names: str | Path | None) -> None:
-    """Let the libraries look in the Hub's cache alone, and say so, where something is named that is not on this
-    machine and the Hub cannot be reached. They would ask for each file six times. Call it before they are imported.
-
-    Args:
-        *names: Of models and datasets, as the command got them.
-    """
+    """Let the libraries look in the Hub's cache alone, and say so, where a model or dataset is named that is not on
+    this machine and the Hub cannot be reached. They would ask for each file six times. Call it before they are
+    imported."""
     remote = [name for name in names if name not in (None, PROMPT_LOOKUP) and not Path(str(name)).exists()]
     if not remote or os.environ.get(_OFFLINE):
         return
@@ -141,16 +138,22 @@ class Session:
 
 
 def with_session(command: Callable[..., None]) -> Callable[..., None]:
-    """Make options of the fields of a command's first parameter, a [`Session`]: the target first, the others last."""
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    first, *rest = inspect.signature(Session, eval_str=True).parameters.values()
-    names = [first.name, *(field.name for field in rest)]
+    """Make options of the fields of a command's parameters that are dataclasses, a [`Session`] before others: the
+    target first, then the command's own options, the others' fields, and the rest of the session's."""
+    own = inspect.signature(command, eval_str=True).parameters
+    annotated = {name: each.annotation for name, each in own.items()}
+    kinds = {name: kind for name, kind in annotated.items() if isinstance(kind, type) and is_dataclass(kind)}
+    fields = [list(inspect.signature(kind, eval_str=True).parameters.values()) for kind in kinds.values()]
 
     @functools.wraps(command)
     def called(**given: object) -> None:
-        command(Session(*(given.pop(name) for name in names)), **given)  # type: ignore[arg-type]
+        made = [kind(*(given.pop(each.name) for each in parts)) for kind, parts in zip(kinds.values(), fields)]
+        command(*made, **given)
 
-    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (first, *own, *rest)]
+    (target, *rest), *others = fields
+    asked = [each for name, each in own.items() if name not in kinds]
+    ordered = [target, *asked, *(each for parts in others for each in parts), *rest]
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in ordered]
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which typer reads
     called.__annotations__ = {each.name: each.annotation for each in parameters}
     return called

@@ -21,20 +21,15 @@ def train(context: typer.Context) -> None:
         return
     if os.environ.get("RANK", "0") == "0":  # of several processes, the first
         print("Loading PyTorch and transformers ...", file=sys.stderr)
-    use_cache_if_offline(*_sources(context.args))
+    # What the run reads, by its flags; the stage's dataset if none is named.
+    sources, flag, flags = list[str](), "", set[str]()
+    for part in context.args:
+        if part.startswith("--"):
+            flag, _, part = part.partition("=")
+            flags.add(flag)
+        if part and flag in _SOURCES:
+            sources.append(part)
+    use_cache_if_offline(*sources, *([] if "--dataset" in flags else ["the stage's dataset"]))
     from ..training.script import main
 
     main(context.args, context.command_path)
-
-
-def _sources(arguments: list[str]) -> list[str]:
-    """Return what a run reads, by its flags, the stage's dataset if none is named."""
-    found, flag = [], ""
-    for part in arguments:
-        if part.startswith("--"):
-            flag, _, part = part.partition("=")
-        if part and flag in _SOURCES:
-            found.append(part)
-    return (
-        found if any(part.partition("=")[0] == "--dataset" for part in arguments) else [*found, "the stage's dataset"]
-    )

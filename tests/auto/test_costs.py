@@ -15,139 +15,120 @@ PLAIN, START, EACH = 0.020, 0.026, 0.002  # seconds of a round: without its draf
 CHOICES = [8, None, 1, 4, 8, 6, 2]
 
 
-def seconds(drafts: int | None) -> float:
+def seconds(drafts: int | None, length: int = 100, texts: int = 1) -> float:
+    """A line."""
     return PLAIN if drafts is None else START + EACH * drafts
 
 
-def relative(drafts: int) -> float:
-    return seconds(drafts) / PLAIN
+def in_steps(drafts: int | None, length: int, texts: int) -> float:
+    """Four drafts more take no longer than one: no line says so, the nearest measurements do."""
+    return PLAIN if drafts is None else START + 0.012 * (drafts > 4)
 
 
-def tried(cost=seconds) -> RoundCosts:
+def by_length(drafts: int | None, length: int, texts: int) -> float:
+    return seconds(drafts) + 0.002 * length.bit_length()
+
+
+def by_texts(drafts: int | None, length: int, texts: int) -> float:
+    """A draft of each of six texts is six tokens."""
+    return PLAIN + 0.003 * texts + (0.006 + EACH * texts * drafts if drafts is not None else 0.0)
+
+
+def tried(cost=seconds, length=100, texts=1) -> RoundCosts:
     """That has seen its trials."""
     costs = RoundCosts()
     for drafts in (8, None, 4):
-        costs.observe(100, drafts, cost(drafts), is_trial=True)
+        costs.observe(length, drafts, cost(drafts, length, texts), texts, is_trial=True)
     return costs
 
 
-def run(costs, rounds, choices, cost=seconds, length=100, noise=0.0, draw=None, texts=1):
+def run(costs, rounds, choices=CHOICES, cost=seconds, length=100, texts=1, noise=0.0, draw=None):
     draw = draw or random.Random(0)
     for i in range(rounds):
         drafts = choices[i % len(choices)]
-        costs.observe(length, drafts, cost(drafts) * math.exp(noise * draw.gauss(0, 1)), texts)
+        costs.observe(length, drafts, cost(drafts, length, texts) * math.exp(noise * draw.gauss(0, 1)), texts)
+
+
+def true(cost=seconds, length=100, texts=1) -> list[float]:
+    """Of 0 to 8 drafts, in rounds without the drafter."""
+    return [cost(drafts, length, texts) / cost(None, length, texts) for drafts in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("cost", "noise", "measured", "asked"),
+    [
+        (seconds, 0.05, [(100, 1)], [(100, 1)]),
+        (in_steps, 0.0, [(100, 1)], [(100, 1)]),
+        (by_length, 0.0, [(100, 1), (1000, 1), (10_000, 1)], [(100, 1), (1000, 1), (3000, 1), (10_000, 1)]),
+        (by_texts, 0.0, [(100, 4), (100, 6)], [(100, 4), (100, 5), (100, 6)]),
+    ],
+)  # fmt: skip
+def test_costs_are_found(cost, noise, measured, asked):
+    """Under noise and hiccups, and of lengths and batches that were not seen: those between are between."""
+    costs, draw = tried(cost, *measured[0]), random.Random(1)
+    for i in range(100):
+        for length, texts in measured:
+            run(costs, 10, [*range(9), None], cost, length, texts, noise, draw)
+        if i % 4 == 3:
+            run(costs, 1, [i % 9], lambda *round_: 20 * cost(*round_), *measured[0])
+    for length, texts in asked:
+        assert costs.predict(length, 8, texts) == pytest.approx(true(cost, length, texts), rel=0.07)
 
 
 def test_three_trials_tell_of_all_numbers():
-    costs = RoundCosts()
-    assert not have_learned(costs)
-    costs.observe(100, 8, seconds(8), is_trial=True)
-    assert have_learned(costs)
-    costs.observe(100, None, seconds(None), is_trial=True)
-    costs.observe(100, 4, seconds(4), is_trial=True)
-    assert costs.predict(100, 8) == pytest.approx([relative(k) for k in range(9)], rel=0.12)
-    assert costs.predict(100, 3) == costs.predict(100, 8)[:4]
-
-
-def test_costs_are_found_under_noise_and_hiccups():
-    costs, draw = tried(), random.Random(1)
-    for i in range(600):
-        run(costs, 1, [CHOICES[i % 7]], lambda k, i=i: seconds(k) * (20 if i % 37 == 5 else 1), noise=0.05, draw=draw)
-    assert costs.predict(100, 8) == pytest.approx([relative(k) for k in range(9)], rel=0.05)
+    assert not have_learned(RoundCosts())
+    assert tried().predict(100, 8) == pytest.approx(true(), rel=0.12)
+    assert tried().predict(100, 3) == tried().predict(100, 8)[:4]
 
 
 def test_one_hiccup_changes_little():
     costs = tried()
-    run(costs, 200, CHOICES)
+    run(costs, 200)
     before = costs.predict(100, 8)
-    run(costs, 1, [8], lambda k: 50 * seconds(k))
-    run(costs, 16, CHOICES)
+    run(costs, 1, [8], lambda *round_: 50 * seconds(8))
+    run(costs, 16)
     assert costs.predict(100, 8) == pytest.approx(before, rel=0.03)
 
 
-def test_kernels_have_widths():
-    """Four drafts more take no longer than one: no line says so, the nearest measurements do."""
-
-    def in_steps(drafts):
-        return PLAIN if drafts is None else START + (0.012 if drafts > 4 else 0.0)
-
-    costs = tried(in_steps)
-    run(costs, 600, [*range(9), None], in_steps)
-    extra = [cost * PLAIN for cost in costs.predict(100, 8)]
-    assert extra[4] - extra[0] < 0.002 and extra[8] - extra[5] < 0.002 and extra[5] - extra[4] > 0.010
-
-
 def test_a_number_that_was_seldom_seen_does_not_look_dear():
-    costs, draw = tried(), random.Random(2)
-    run(costs, 600, [1, 5, 8, None], noise=0.01, draw=draw)
-    run(costs, 8, [2, *[1] * 8], lambda k: 1.25 * seconds(8) if k == 2 else seconds(k))
-    assert costs.predict(100, 8)[2] == pytest.approx(relative(2), rel=0.12)
+    costs = tried()
+    run(costs, 600, [1, 5, 8, None], noise=0.01)
+    run(costs, 8, [2, *[1] * 8], lambda k, *_: 1.25 * seconds(8) if k == 2 else seconds(k))
+    assert costs.predict(100, 8)[2] == pytest.approx(true()[2], rel=0.12)
 
 
 def test_a_machine_that_slows_down_makes_all_rounds_dearer():
     """Also those that were not tried since."""
     costs = tried()
-    run(costs, 300, CHOICES, noise=0.03)
-    run(costs, 60, [8], lambda k: 2 * seconds(k), noise=0.03)
-    assert costs.predict(100, 8) == pytest.approx([relative(k) for k in range(9)], rel=0.1)
+    run(costs, 300, noise=0.03)
+    run(costs, 60, [8], lambda *round_: 2 * seconds(8), noise=0.03)
+    assert costs.predict(100, 8) == pytest.approx(true(), rel=0.1)
     assert costs._pace / tried()._pace == pytest.approx(2, rel=0.1)
 
 
 def test_a_draft_that_gets_dearer_is_learned_however_long_it_was_cheap():
-    def dear(drafts):
-        return seconds(drafts) if drafts is None else START + 3 * EACH * drafts
-
     costs = tried()
-    run(costs, 2000, CHOICES)
-    run(costs, 4000, CHOICES, dear)
-    extra = [cost - costs.predict(100, 8)[0] for cost in costs.predict(100, 8)]
-    assert extra[8] == pytest.approx(3 * EACH * 8 / PLAIN, rel=0.25)
-
-
-def test_longer_texts_take_longer():
-    """Of lengths that were not seen, those between are between."""
-
-    def at(length):
-        return lambda k: seconds(k) + 0.002 * length.bit_length()
-
-    costs = tried(at(100))
-    for _ in range(60):
-        for length in (100, 1000, 10_000):
-            run(costs, 7, CHOICES, at(length), length)
-    for length in (100, 1000, 3000, 10_000):
-        expected = [at(length)(k) / at(length)(None) for k in range(9)]
-        assert costs.predict(length, 8) == pytest.approx(expected, rel=0.06)
-
-
-def test_larger_batches_take_longer():
-    """A draft of each of six texts is six tokens."""
-
-    def of(texts):
-        return lambda k: seconds(None) + 0.003 * texts + (0.006 + EACH * texts * k if k is not None else 0.0)
-
-    costs = RoundCosts()
-    for texts in (4, 6):
-        for drafts in (8, None, 4):
-            costs.observe(100, drafts, of(texts)(drafts), texts, is_trial=True)
-    for _ in range(40):
-        for texts in (4, 6):
-            run(costs, 7, CHOICES, of(texts), texts=texts)
-    for texts in (4, 5, 6):
-        expected = [of(texts)(k) / of(texts)(None) for k in range(9)]
-        assert costs.predict(100, 8, texts) == pytest.approx(expected, rel=0.1)
+    run(costs, 2000)
+    run(costs, 4000, cost=lambda k, *_: seconds(k) if k is None else START + 3 * EACH * k)
+    predicted = costs.predict(100, 8)
+    assert predicted[8] - predicted[0] == pytest.approx(3 * EACH * 8 / PLAIN, rel=0.25)
 
 
 def test_no_round_is_faster_than_the_fastest():
     """Where the line would say so, far from what was measured."""
-    costs = tried(lambda k: 0.1 if k is None else 0.02 * k)
-    run(costs, 80, [4, 8, None], lambda k: 0.1 if k is None else 0.02 * k)
+
+    def steep(drafts, *_):
+        return 0.1 if drafts is None else 0.02 * drafts
+
+    costs = tried(steep)
+    run(costs, 80, [4, 8, None], steep)
     assert min(costs.predict(2, 8)) * 0.1 > 0.9 * 0.02 * 4 / 2 and costs.predict(100, 0)[0] > 0
 
 
 def test_a_coarse_clock_is_no_failure():
-    costs = tried(lambda k: 0.0)
-    run(costs, 40, CHOICES, lambda k: 0.0)
-    run(costs, 400, CHOICES)
+    costs = tried(lambda *round_: 0.0)
+    run(costs, 40, cost=lambda *round_: 0.0)
+    run(costs, 400)
     assert all(cost > 0 and math.isfinite(cost) for cost in costs.predict(100, 8))
 
 
@@ -160,19 +141,17 @@ def test_memory_is_bounded():
 
 
 def test_threads_may_learn_at_once():
-    costs, wrong = tried(), []
+    costs, wrong, interval = tried(), [], sys.getswitchinterval()
 
     def work(seed):
         draw = random.Random(seed)
         try:
             for _ in range(300):
                 run(costs, 1, [draw.choice(CHOICES)], noise=0.05, length=2 ** draw.randrange(1, 12), draw=draw)
-                predicted = costs.predict(2 ** draw.randrange(1, 12), draw.randrange(9))
-                assert all(cost > 0 for cost in predicted)
+                assert all(cost > 0 for cost in costs.predict(2 ** draw.randrange(1, 12), draw.randrange(9)))
         except BaseException as error:
             wrong.append(error)
 
-    interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]

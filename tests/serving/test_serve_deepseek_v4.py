@@ -1,14 +1,12 @@
 """`experiments/serve_deepseek_v4.py` from its start to its exit status, with vLLM on a CPU and a dense pair.
 
-What it says of the paths needs DeepSeek-V4 on GPUs; that every claim can pass and fail does not. Nothing here asserts
-which of two servers is faster.
+What it says of the paths needs DeepSeek-V4 on GPUs. Nothing here asserts which of two servers is faster.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -102,31 +100,3 @@ def test_every_claim_is_tried_and_told(script, started, tmp_path, dense_pair):
     _, stats = our_own(given, ids)
     assert kept["tau"] == pytest.approx(stats.tau, rel=0.1)  # vLLM counts drafts past a text's end, too
     assert len(kept["acceptance"]) == 6 and kept["tau"] == pytest.approx(1 + sum(kept["acceptance"]))
-
-
-def test_a_drafter_that_the_engine_refuses_fails_every_claim(script, started, tmp_path, dense_pair):
-    shutil.copytree(dense_pair[1], tmp_path / "windowed")
-    config = json.loads((dense_pair[1] / "config.json").read_text())
-    (tmp_path / "windowed" / "config.json").write_text(json.dumps({**config, "sliding_window": 64}))
-    process = started(tmp_path / "windowed")
-    printed, complaints = process.communicate()
-    lines = told(script, printed, tmp_path / "out")
-    assert process.returncode == 1 and complaints == "" and not any(holds for holds, _ in lines.values())
-    log = tmp_path / "out" / "server-drafter.log"
-    assert "The drafter's `sliding_window` of 64 counts from the anchor" in lines[script.STARTS][1]
-    assert lines[script.STARTS][1].endswith(f"The server ended with status 1: see {log}.")
-    assert all(lines[title][1].startswith("not tried") for title in script.TITLES[1:])
-    assert not (tmp_path / "out" / "server-alone.log").exists()  # nobody waits for it
-
-
-def test_a_server_that_dies_fails_what_was_not_told_yet(script, started, tmp_path, dense_pair):
-    process = started(dense_pair[1], **{"max-new-tokens": 400})
-    first = process.stdout.readline()
-    for server in descendants(process):
-        server.kill()
-    printed, complaints = process.communicate()
-    lines = told(script, first + printed, tmp_path / "out")
-    assert process.returncode == 1 and complaints == ""
-    assert lines.pop(script.STARTS) == (True, dense_pair[1].name)
-    why = f"The server ended with status -9: see {tmp_path / 'out' / 'server-drafter.log'}."
-    assert set(lines.values()) == {(False, why)}

@@ -13,11 +13,7 @@ _BENEATH, _BACK = "\x1bD\x1bM\x1b7\x1b[B\r\x1b[K", "\x1b8"
 
 
 class LiveLine:
-    """Writes text with a status line beneath it; only the text, if the console cannot move a cursor.
-
-    Args:
-        console: The console to write to.
-    """
+    """Writes text with a status line beneath it; only the text, if the console cannot move a cursor."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

@@ -26,19 +26,8 @@ _TWO_COLUMNS = 80  # characters of a row
 
 
 class Side(BaseStreamer):
-    """One of the two answers.
-
-    Args:
-        title: What stands above it.
-        tokenizer: The target's tokenizer.
-        drafter: The drafter, whose `last_stats` say who wrote a token; `None` for the target alone.
-        console: The console to write to.
-        redraw: What draws both answers anew.
-
-    Attributes:
-        tokens: The new tokens so far.
-        seconds: From when it was made to its last token.
-    """
+    """One of the two answers: the target's alone where `drafter` is `None`. Its time runs from when it is made to its
+    last token."""
 
     def __init__(
         self,
@@ -80,26 +69,18 @@ class Side(BaseStreamer):
         return len(self.tokens) / max(self.seconds, 1e-9)
 
     def _writer(self) -> tuple[int, bool]:
-        if self.drafter is None:
-            return 0, False
-        return self.drafter.last_stats.written[-1], self.drafter.last_stats.by_head[-1]
+        stats = None if self.drafter is None else self.drafter.last_stats
+        return (0, False) if stats is None else (stats.written[-1], stats.by_head[-1])
 
     def _add(self, piece: Piece | None) -> None:
-        if piece is None:
-            return
-        style = position_style(piece.position, self.console.color_system) if self.drafter is not None else ""
-        self.text.append(piece.text, style)
+        if piece is not None:
+            style = "" if self.drafter is None else position_style(piece.position, self.console.color_system)
+            self.text.append(piece.text, style)
 
 
 class SideBySide:
     """Two answers beside each other while they are written; below each other in a narrow terminal, and printed at the
-    end where there is no terminal.
-
-    Args:
-        tokenizer: The target's tokenizer.
-        drafter: The drafter.
-        console: The console to write to.
-    """
+    end where there is no terminal."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, drafter: Any, console: Console) -> None:
         self.tokenizer, self.drafter, self.console = tokenizer, drafter, console
@@ -140,19 +121,12 @@ class SideBySide:
 
     def legend(self) -> Text:
         """Return who wrote in which colour."""
-        most = max(self.drafter.last_stats.written, default=0)
-        names = [
-            (f"{writer_name(position)}  ", position_style(position, self.console.color_system))
-            for position in range(most + 1)
-        ]
-        return Text.assemble(*names)
+        positions = range(max(self.drafter.last_stats.written, default=0) + 1)
+        colours = self.console.color_system
+        return Text.assemble(*((f"{writer_name(at)}  ", position_style(at, colours)) for at in positions))
 
     def table(self, note: str) -> Table:
-        """Return the table of both answers.
-
-        Args:
-            note: What stands below it.
-        """
+        """Return the table of both answers, with a note below it."""
         table = Table(caption=note, caption_justify="left")
         table.add_column("", overflow="fold")  # rich's mark of what is cut off is no ASCII
         for heading in ("tokens", "seconds", "tokens/s", "tokens/round", "drafted", "speed"):

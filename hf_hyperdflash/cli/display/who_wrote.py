@@ -31,14 +31,8 @@ TARGET = "bold yellow"
 class WhoWrote(BaseStreamer):
     """Prints tokens as they are accepted and, in a terminal, speed and tokens a round in a line below.
 
-    Use it in a `with`, so that this line is erased however the text ends. Choices of a head are known inside
-    [`~decoding.stats.keep_trees`].
-
-    Args:
-        tokenizer: The target's tokenizer.
-        drafter: The drafter; its `last_stats` say who wrote a token.
-        console: The console to write to.
-    """
+    Use it in a `with`, so that this line is erased however the text ends. The drafter's `last_stats` say who wrote a
+    token; choices of a head are known inside [`~decoding.stats.keep_trees`]."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, console: Console) -> None:
         self.tokenizer, self.drafter, self.console = tokenizer, drafter, console
@@ -80,25 +74,21 @@ class WhoWrote(BaseStreamer):
         self.console.print(legend, soft_wrap=True)
 
     def _print(self, piece: Piece | None) -> None:
-        if piece is not None:
-            style = self._style(piece.position) + " underline" * piece.by_head
-            self.line.write(piece.text, style, self._so_far())
-
-    def _so_far(self) -> str:
+        if piece is None:
+            return
         stats = cast(SpeculationStats, self.drafter.last_stats)
-        line_text = f"{len(stats.written)} tokens"
-        return f"{line_text}, {self._speed.rate:.1f} tokens/s, tau {stats.tau:.2f}" if stats.rounds else line_text
+        so_far = f"{len(stats.written)} tokens"
+        if stats.rounds:
+            so_far += f", {self._speed.rate:.1f} tokens/s, tau {stats.tau:.2f}"
+        self.line.write(piece.text, self._style(piece.position) + " underline" * piece.by_head, so_far)
 
     def _style(self, position: int) -> str:
         return position_style(position, self.console.color_system)
 
 
 class Speed:
-    """Measures the speed of a text by whole verification rounds, because the tokens of a round come at once.
-
-    Attributes:
-        rate: Tokens a second after the first token; 0 before the end of a round.
-    """
+    """Measures the speed of a text by whole verification rounds, because the tokens of a round come at once: tokens a
+    second after the first token, 0 before the end of a round."""
 
     def __init__(self) -> None:
         self.rate = self._began = self._came = 0.0

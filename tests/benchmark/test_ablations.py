@@ -16,6 +16,7 @@ from hf_hyperdflash.benchmark.doctor.ablations import (
     long_conversations,
     with_window,
 )
+from hf_hyperdflash.benchmark.doctor.config_variants import CAUSES
 from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis, Examination
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
 from hf_hyperdflash.training.adaptation.learner import Learner
@@ -84,8 +85,6 @@ def test_a_copy_learns_from_rows_as_serving_records_them(monkeypatch):
     assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
     assert any(not torch.equal(value, before[name]) for name, value in taught.state_dict().items())
     assert fine_tune_briefly(target, drafter, texts, [7, 8], seconds=0)[1] == 1
-    with pytest.raises(ValueError, match="too short to learn from"):  # of answers that ended at once
-        fine_tune_briefly(target, drafter, [prompt(8)], [7], seconds=1)
 
 
 def test_a_precision_that_does_not_hold_the_drafter_is_named(tmp_path):
@@ -121,24 +120,19 @@ def change(cause, before, after):
 
 
 @pytest.mark.parametrize(
-    ("changes", "problems", "remarks"),
+    ("changes", "problems", "remarks", "before"),
     [
-        ([("thinking", 2, 2.4), ("drafter dtype", 2, 2.1), ("position", 2, 2.1), ("long texts", 2, 2.4)], [], 0),
-        ([("thinking", 2, 2.6)], ["thinking"], 0),
-        ([("long texts", 2, 3), ("position", 2, 2.5)], ["position"], 0),
-        ([("long texts", 2, 3), ("position", 2, 2)], [], 1),
-        ([("no template", 2, 3.1)], [], 1),
-        ([("drafter dtype", 1, 1.3)], ["drafter dtype"], 0),
+        ([("thinking", 2, 2.4), ("drafter dtype", 2, 2.1), ("position", 2, 2.1), ("long texts", 2, 2.4)], [], 0, ""),
+        ([("thinking", 2, 2.6)], ["thinking"], 0, ""),
+        ([("long texts", 2, 3), ("position", 2, 2.5)], ["position"], 0, ""),
+        ([("long texts", 2, 3), ("position", 2, 2)], [], 1, ""),
+        ([("no template", 2, 3.1)], [], 1, ""),
+        ([("drafter dtype", 1, 1.3)], ["drafter dtype"], 0, ""),
+        # Who reads the wrong layers does better with less of them: a window is not named beside that.
+        *(([("position", 2, 3), ("thinking", 2, 3)], [cause, "thinking"], 0, cause) for cause in CAUSES.values()),
     ],
 )
-def test_what_matters_is_named(changes, problems, remarks):
-    found = judged(changes=[change(*each) for each in changes])
+def test_what_matters_is_named(changes, problems, remarks, before):
+    found = judged(changes=[change(*each) for each in changes], problems={before: "so."} if before else {})
     assert list(found.problems) == problems and len(found.remarks) == remarks
     assert not [text for text in found.problems.values() if "{" in text]
-
-
-@pytest.mark.parametrize("cause", ["layers", "anchor", "RoPE"])
-def test_a_window_is_not_named_beside_a_wrong_configuration(cause):
-    """Who reads the wrong layers does better with less of them."""
-    found = judged(problems={cause: "so."}, changes=[change("position", 2, 3), change("thinking", 2, 3)])
-    assert list(found.problems) == [cause, "thinking"]

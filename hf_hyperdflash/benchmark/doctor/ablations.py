@@ -20,7 +20,7 @@ from ...training.adaptation.samples import ReplayBuffer, Sample
 from ...training.data.encoding import encode_prompts
 from ...training.features.capture import compute_residual
 from ...training.trials import Local, run
-from ..intervals import draw, interval
+from ..intervals import drawn_ratios, interval
 from .config_variants import CAUSES
 from .diagnosis import LEAST_TAU, Change, Examination, Finding
 
@@ -201,11 +201,9 @@ def rounds_of(stats: SpeculationStats) -> tuple[int, int]:
 def compare(cause: str, name: str, before: np.ndarray, after: np.ndarray) -> Change:
     """Compare tokens and rounds of the same questions, `[prompts, 2]`, with an interval over prompts."""
     count = min(len(before), len(after))
-    drawn = draw(count, np.random.default_rng(0))
+    earlier, later = (drawn_ratios(each[:count, 0], each[:count, 1]) for each in (before, after))
     with np.errstate(invalid="ignore", divide="ignore"):
-        taus = [(drawn @ each[:count, 0]) / (drawn @ each[:count, 1]) for each in (before, after)]
-        ratio = interval(taus[1] / taus[0])
-    return Change(cause, name, float(taus[0][0]), float(taus[1][0]), ratio)
+        return Change(cause, name, float(earlier[0]), float(later[0]), interval(later / earlier))
 
 
 def with_window(drafter: Drafter) -> Drafter | None:

@@ -22,7 +22,7 @@ from ...training.data.blocks import block_labels, block_masks, previous_tokens
 from ...training.features.capture import compute_residual
 from ...training.losses.loss import IGNORE_INDEX, indices_among
 from ...training.runs.progress import progress_bar
-from ..intervals import Interval, draw, interval
+from ..intervals import Interval, drawn_ratios, interval
 from .diagnosis import LEAST_PROMPTS, LEAST_TAU, Examination, Finding
 
 _FALSE_ALARMS = 0.03
@@ -131,9 +131,7 @@ def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:
     six or more lies above 0 in 2 % of examinations with 24 prompts, and in 7 % of those with 8, which are few for a
     bootstrap.
     """
-    drawn = draw(len(rounds), np.random.default_rng(0))
-    with np.errstate(invalid="ignore"):  # no round, no mean
-        means = (drawn @ sums) / (drawn @ rounds)[:, None]
+    means = drawn_ratios(sums, rounds[:, None])
     leads = (means[:, 1:] - means[:, :1]).T
     return [interval(lead, _FALSE_ALARMS / len(leads)) for lead in leads]
 

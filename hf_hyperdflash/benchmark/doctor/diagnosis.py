@@ -205,6 +205,16 @@ def blame_costs(examined: Examination) -> Iterator[Finding]:
     if found.timed:
         fewer = "set what was timed below"
     fastest = max([found.speedup.value, *(each.speedup.value for each in found.timed.get(0.0, [])[:1])])
+    # What was timed must not contradict the costs: the number that is nearest to the best was faster, too.
+    timed = {
+        each.settings["num_assistant_tokens"]: each.speedup.value
+        for each in found.timed.get(0.0, [])
+        if len(each.settings) == 1
+    }
+    near = [k for k in timed if isinstance(k, int) and k < count]
+    is_confirmed = (
+        count not in timed or not near or (timed[min(near, key=lambda k: abs(k - best))] > 1.05 * timed[count])
+    )
     is_dear = costs.verifying(min(count, _USUAL)) >= _DEAR
     if is_dear or (fastest < _SLOW and count <= _USUAL and found.limit == "verification" and is_alone):
         yield Finding(
@@ -212,7 +222,7 @@ def blame_costs(examined: Examination) -> Iterator[Finding]:
             f"Verifying {counted(count + 1, 'token')} costs {costs.verifying(count):.1f} forwards.{experts} Verify "
             f"fewer: {fewer}, and draft no trees.",
         )  # fmt: skip
-    elif found.drafts and is_alone and gain >= _FEWER and _is_confirmed(found, best, count):
+    elif found.drafts and is_alone and gain >= _FEWER and is_confirmed:
         yield Finding(
             "problem", "draft count",
             f"{count} drafts a round are too many here: {best} would be {gain:.2f} times as fast by these costs. The "
@@ -225,18 +235,6 @@ def blame_costs(examined: Examination) -> Iterator[Finding]:
             f"Drafting costs {costs.asking(count):.1f} forwards of the target, which is small beside its drafter: "
             "take a drafter of fewer layers or passes, prompt lookup, or none.",
         )  # fmt: skip
-
-
-def _is_confirmed(found: Diagnosis, fewer: int, count: int) -> bool:
-    """Return whether what was timed does not contradict the costs."""
-    timed = {
-        each.settings["num_assistant_tokens"]: each for each in found.timed.get(0.0, []) if len(each.settings) == 1
-    }
-    near = [k for k in timed if isinstance(k, int) and k < count]
-    if count not in timed or not near:
-        return True
-    nearest = min(near, key=lambda k: abs(k - fewer))
-    return timed[nearest].speedup.value > 1.05 * timed[count].speedup.value
 
 
 def counted(count: int, name: str) -> str:

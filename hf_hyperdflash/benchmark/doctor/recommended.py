@@ -16,7 +16,7 @@ from ...drafters.base import Drafter
 from ...targets.caches.protocols import RewindableCache
 from ...targets.registry import target_of
 from ...training.trials import Local, run
-from ..intervals import Interval, draw, interval
+from ..intervals import Interval, drawn_ratios, interval
 
 TEMPERATURES = (0.0, 1.0)
 _MOST_PROMPTS, _FEWEST_PROMPTS = 8, 2
@@ -67,9 +67,7 @@ def time_settings(
 def ranked(tried: list[dict[str, int | str]], timed: np.ndarray) -> list[Timed]:
     """Rank settings by speedup. `timed` are tokens and seconds, `[prompts, 1 + settings, 2]`, the target alone
     first."""
-    tokens, seconds = timed[..., 0], timed[..., 1]
-    drawn = draw(len(tokens), np.random.default_rng(0))
-    rates = (drawn @ tokens) / (drawn @ seconds)
+    rates = drawn_ratios(timed[..., 0], timed[..., 1])
     speedups = rates[:, 1:] / rates[:, :1]
     ahead = speedups[:, [speedups[0].argmax()]] / speedups
     found = [Timed(*parts) for parts in zip(tried, map(interval, speedups.T), map(interval, ahead.T))]

@@ -14,7 +14,13 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments, load_drafter
+from hf_hyperdflash import (
+    HyperDFlashDrafter,
+    HyperDFlashTrainer,
+    HyperDFlashTrainingArguments,
+    PromptLookupDrafter,
+    load_drafter,
+)
 from hf_hyperdflash.benchmark.doctor import ablations, config_variants, diagnosis, fit
 from hf_hyperdflash.benchmark.doctor import examine as doctor
 from hf_hyperdflash.benchmark.doctor.config_variants import Comparison, Variant
@@ -29,7 +35,7 @@ from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.training.features.fingerprint import short_fingerprint, target_fingerprint
 from hf_hyperdflash.trees.tree import DraftTree
 
-from ..conftest import MODELS, tiny_drafter, tiny_target
+from ..conftest import MODELS, mostly_nightly, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
 from ..helpers.tokenizers import characters
 from ..helpers.unrolled import unrolled
@@ -37,7 +43,7 @@ from ..helpers.unrolled import unrolled
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
 TWICE = Timed({"num_assistant_tokens": "auto"}, Interval(2.0, 1.9, 2.1), Interval(1.0, 1.0, 1.0))
 CHEAP = MeasuredCosts(9, 1, 1.0, {1: 1.0, 64: 1.0}, {1: 0.1})
-FEW = {"prompts": PROMPTS[:2], "max_new_tokens": 20}
+FEW = {"prompts": PROMPTS[:1], "max_new_tokens": 12}
 ENOUGH = {"prompts": PROMPTS[:8], "max_new_tokens": 12}  # for other settings to be tried
 
 
@@ -81,9 +87,6 @@ def test_a_healthy_pair(target, drafter, tokenizer):
     if not found.problems:
         for temperature, line in zip((0, 1), found.verdict()[-3:-1]):
             assert line.startswith(f"Set, at temperature {temperature}: ") and found.timed[temperature]
-    assert f"{sum(p.numel() for p in drafter.parameters()):,} parameters" in found.facts["drafter"]
-    # In float32 a token takes 1,024 B, of a window of 256.
-    assert all(size in found.facts["memory"] for size in ("1.02 kB", "256", "262 kB", "524 kB"))
     assert "'<｜mask｜>'" in found.facts["mask token"]
     assert type(target) is own and drafter.config == config
     assert [line for line in said if "thinking on" in line or "timing rounds of up to 64 tokens" in line]
@@ -112,24 +115,37 @@ class RepeatingDrafter(SavedDrafter):
         return DraftTree.chain(ids[0, -1:].repeat(min(count, int(self.times))))
 
 
+def shipped(_):
+    return HyperDFlashDrafter.from_pretrained(DRAFTER, dtype=torch.float32).eval()
+
+
+# What is said of it and of its memory. In float32 a token takes the shipped one 1,024 B, of a window of 256.
 KINDS = {
-    "somebody's own": (
-        lambda target: RepeatingDrafter(RepeatingConfig(vocab_size=target.config.vocab_size)).eval(),
-        ("a repeating drafter", "1 parameters"), "drafter 4 B",
-    ),
-    "specblock": (lambda target: unrolled("specblock", target), ("a SpecBlock drafter",), "512 B"),
-    "mtp": (lambda target: load_drafter(TARGET, target=target), ("multi-token-prediction",), "4.22 MB and 256 B"),
-    "eagle3": (lambda target: unrolled("eagle3", target), ("an EAGLE-3 drafter",), "256 B"),
+    "shipped": (shipped, (), ("1.02 kB", "sees 256", "262 kB", "524 kB")),
+    "somebody's own": (lambda target: RepeatingDrafter(RepeatingConfig(vocab_size=target.config.vocab_size)).eval(),
+                       ("a repeating drafter",), ("drafter 4 B",)),
+    "mtp": (lambda target: load_drafter(TARGET, target=target), ("multi-token-prediction",), ("4.22 MB and 256 B",)),
+    "specblock": (lambda target: unrolled("specblock", target), ("a SpecBlock drafter",), ("512 B",)),
+    "eagle3": (lambda target: unrolled("eagle3", target), ("an EAGLE-3 drafter",), ("256 B",)),
+    "prompt lookup": (PromptLookupDrafter, ("PromptLookupDrafter", "no weights"), None),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind in "mtp eagle3")) for kind in KINDS]
-)
+@pytest.mark.parametrize(("make", "words", "sizes"), KINDS.values(), ids=KINDS)
+def test_what_a_drafter_is_and_takes(target, make, words, sizes):
+    drafter = make(target)
+    found = fit.check_memory(diagnosis.Examination(target, drafter, None))
+    said = {finding.name: finding.text for finding in found}
+    assert all(word in said["drafter"] for word in words), said
+    assert ("memory" in said) == bool(sizes)
+    if sizes:
+        assert f"{sum(weight.numel() for weight in drafter.parameters()):,} parameters" in said["drafter"]
+        assert all(size in said["memory"] for size in sizes), said
+
+
+@pytest.mark.parametrize("kind", mostly_nightly(["somebody's own", "mtp", "specblock", "eagle3"]))
 def test_drafters_of_other_kinds(target, tokenizer, kind):
-    make, told, memory = KINDS[kind]
-    found = examine(target, make(target), tokenizer, **FEW)
-    assert all(words in found.facts["drafter"] for words in told) and memory in found.facts["memory"], found
+    found = examine(target, KINDS[kind][0](target), tokenizer, prompts=PROMPTS[:2], max_new_tokens=20)
     assert found.differing == 0 and (2 <= found.tau <= 4 if kind == "mtp" else 1 <= found.tau < 1.3)
     assert found.facts.keys().isdisjoint({"mask token", "other configurations"})
     assert bool(found.problems) == (kind != "mtp")  # of which nothing is accepted, as it is untrained
@@ -146,7 +162,7 @@ class Wrong(NamedTuple):
     words: tuple[str, ...] = ()
     cause: str = ""
     alone: bool = True  # whether nothing else is a problem
-    given: dict = {"prompts": PROMPTS[:1], "max_new_tokens": 12}
+    given: dict = FEW
 
 
 def other_weights(target):
@@ -243,7 +259,7 @@ def test_what_is_wrong_is_named(target, drafter, tokenizer, wrong):
     assert str(found).splitlines()[-1] == ("Problems found." if found.is_wrong else "No problem found.")
     if wrong.cause:
         assert about == [found.problems[wrong.cause]]
-    if wrong.kind == "remark":
+    if wrong.kind != "problem":
         assert found.remarks == about
     cannot_go_on = wrong.cause == "fit" or "2049" in wrong.words
     assert (found.tau is None) == cannot_go_on
@@ -324,8 +340,7 @@ def test_training_that_does_not_run_is_a_remark(monkeypatch, error, said):
 # Other configurations
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(folder):
     """A vanilla drafter that reads layer 2, trained on what its target answers to some of the doctor's own prompts."""
     torch.manual_seed(0)
     target, tokenizer = qwen3().eval(), characters()
@@ -340,47 +355,37 @@ def trained(tmp_path_factory):
         dtype=torch.float32,
     )  # fmt: skip
     args = HyperDFlashTrainingArguments(
-        str(tmp_path_factory.mktemp("trained")), max_steps=150, per_device_train_batch_size=5, num_anchors=16,
-        kl_weight=0.0,
-        learning_rate=5e-3, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no",
+        str(folder), max_steps=150, per_device_train_batch_size=5, num_anchors=16, kl_weight=0.0, learning_rate=5e-3,
+        report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no",
     )  # fmt: skip
     HyperDFlashTrainer(drafter, target, args, train_dataset=Dataset.from_list(rows)).train()
     return target, drafter.eval(), tokenizer
 
 
-SOME = {"prompts": PROMPTS[:10], "max_new_tokens": 20}
+@pytest.mark.nightly  # a drafter is trained, and pairs are diagnosed whole
+def test_a_wrong_layer_costs_little_and_is_found_and_a_right_one_is_not_accused(tmp_path):
+    target, drafter, tokenizer = trained(tmp_path)
 
+    def accused(target, drafter):
+        found = examine(target, drafter, tokenizer, prompts=PROMPTS[:10], max_new_tokens=20)
+        said = [text for text in [*found.problems.values(), *found.remarks] if "nats a draft" in text]
+        assert (", 0 clearly better" in found.facts["other configurations"]) == (not said)
+        return found, said
 
-def about_settings(found) -> list[str]:
-    return [text for text in [*found.problems.values(), *found.remarks] if "nats a draft" in text]
-
-
-def test_a_drafter_that_says_how_it_was_trained_is_not_accused(trained):
-    right = examine(*trained, **SOME)
-    assert right.tau > 1.5 and not about_settings(right), right
-    assert right.facts["other configurations"] == (
-        "4 tried in 190 rounds over 10 prompts, neighbouring layers, the other anchor convention, other bases of "
-        "RoPE: 4 certainly worse, 0 clearly better, of the others none makes a clear difference"
-    )
-
-
-@pytest.mark.nightly  # pairs are diagnosed whole
-def test_a_wrong_layer_costs_little_and_is_found_and_one_that_adds_nothing_is_not_spoken_of(trained):
-    target, drafter, tokenizer = trained
-    right, drafter = examine(*trained, **SOME), copy.deepcopy(drafter)
+    right, said = accused(target, drafter)
+    assert right.tau > 1.5 and not said and "4 tried in 190 rounds" in right.facts["other configurations"]
+    assert "4 certainly worse" in right.facts["other configurations"]
     drafter.config.target_layer_ids = [3]
-    wrong = examine(target, drafter, tokenizer, **SOME)
+    wrong, said = accused(target, drafter)
     assert drafter.config.target_layer_ids == [3]
     assert 1.02 < right.tau / wrong.tau < 1.15  # no such difference on ten prompts says anything by itself
-    (found,) = about_settings(wrong)
-    assert found == wrong.problems["layers"] and "`target_layer_ids` [2] instead of [3]" in found
-    idle = copy.deepcopy(target)  # which of the two is read cannot matter then
+    assert said == [wrong.problems["layers"]] and "`target_layer_ids` [2] instead of [3]" in said[0]
+    idle = copy.deepcopy(target)  # whose layer 3 adds nothing: which of the two is read cannot matter
     idle.model.layers[3].self_attn.o_proj.weight.data.zero_()
     idle.model.layers[3].mlp.down_proj.weight.data.zero_()
     for layer in (2, 3):
         drafter.config.target_layer_ids = [layer]
-        found = examine(idle, drafter, tokenizer, **SOME)
-        assert not about_settings(found) and ", 0 clearly better" in found.facts["other configurations"]
+        assert not accused(idle, drafter)[1]
 
 
 @pytest.mark.parametrize(
@@ -396,12 +401,14 @@ def test_what_may_matter_is_a_remark_and_what_is_clearly_better_a_problem(
     monkeypatch, target, drafter, tokenizer, ahead, tau, kind
 ):
     other = Variant("`target_layer_ids` [6] instead of [-1]", tau, Interval(*ahead))
-    monkeypatch.setattr(config_variants, "compare_variants", lambda *_, **__: Comparison(1400, 2.0, [other]))
+    worse = Variant("`rope_theta` 2 instead of 1", 1.0, Interval(-0.3, -0.4, -0.2))
+    monkeypatch.setattr(config_variants, "compare_variants", lambda *_, **__: Comparison(1400, 2.0, [worse, other]))
     prompts = [torch.ones(1, 3, dtype=torch.long)] * 12
     tried, *findings = config_variants.try_variants(
         diagnosis.Examination(target, drafter, tokenizer, prompts=prompts, texts=prompts)
     )
-    assert tried.text.startswith("1 tried in 1,400 rounds over 10 prompts")
+    counts = "2 tried in 1,400 rounds over 10 prompts", "1 certainly worse", f"{kind == 'problem':d} clearly better"
+    assert all(count in tried.text for count in counts), tried
     assert [finding.kind for finding in findings] == [kind] * bool(kind)
     for finding in findings:
         told = "{:+.2f} nats a draft, between {:+.2f} and {:+.2f}".format(*ahead)
@@ -416,9 +423,15 @@ def test_what_may_matter_is_a_remark_and_what_is_clearly_better_a_problem(
 # Time
 
 
-def test_few_prompts_are_quick(trained):
+def small():
+    """A pair that is quick."""
+    target = qwen3().eval()
+    return target, tiny_drafter(target, reducer="fc"), characters()
+
+
+def test_few_prompts_are_quick():
     said = []
-    found = examine(*trained, prompts=PROMPTS[:2], max_new_tokens=8, report=said.append)
+    found = examine(*small(), prompts=PROMPTS[:2], max_new_tokens=8, report=said.append)
     assert found.facts["not tried"].endswith("that takes 8 prompts, there are 2")
     assert not found.timed and not found.changes
     assert re.match(r"\[\d+ s of about 300\] generating from up to 2 prompts", said[0])
@@ -433,16 +446,16 @@ def test_few_prompts_are_quick(trained):
         ({"seconds": 1e-3, "max_new_tokens": 40}, [8] * 3 + [40] * 4),
     ],
 )
-def test_texts_are_shorter_where_the_time_is_short(trained, monkeypatch, given, asked):
+def test_texts_are_shorter_where_the_time_is_short(monkeypatch, given, asked):
     generate, seen = trials.Local.generate, []
     monkeypatch.setattr(trials.Local, "generate", lambda *call: seen.append(call[-1]) or generate(*call))
-    examine(*trained, **{"prompts": PROMPTS[:2], **given})
+    examine(*small(), **{"prompts": PROMPTS[:2], **given})
     assert seen == asked
 
 
 def test_no_prompt_begins_that_would_end_after_its_share_of_the_time(monkeypatch):
     """With `doctor --quick`, on a machine where each takes long."""
-    target, clock, generate, ended = qwen3().eval(), SimpleNamespace(now=0.0), trials.Local.generate, []
+    clock, generate, ended = SimpleNamespace(now=100.0), trials.Local.generate, []
 
     def slow(method, prompt, temperature, new):
         record = generate(method, prompt, temperature, 3)
@@ -453,8 +466,8 @@ def test_no_prompt_begins_that_would_end_after_its_share_of_the_time(monkeypatch
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: 0.0))
     monkeypatch.setattr(trials.Local, "generate", slow)
     monkeypatch.setattr(doctor, "measure_round_costs", lambda *_, **__: ended.append(clock.now) or CHEAP)
-    found = examine(target, tiny_drafter(target), characters(), prompts=PROMPTS[:4], seconds=60.0)
-    assert 15 < ended[0] <= 30 + 1e-6 and found.tau >= 1 and not found.differing
+    found = examine(*small(), prompts=PROMPTS[:4], seconds=60.0)
+    assert 115 < ended[0] <= 130 + 1e-6 and found.tau >= 1 and not found.differing
 
 
 def test_the_command_is_quick_if_asked_and_shows_no_bar_in_a_pipe(tmp_path):

@@ -38,10 +38,8 @@ def check_texts(figure):
 @pytest.mark.parametrize(
     ("seed", "grid"),
     [
-        (0, {}),
         (1, {"modes": ("non-think", "think-high")}),
         (3, {"temperatures": (1.0,), "methods": METHODS[:1], "suites": SUITES[:1]}),
-        (4, {"modes": ("think-high",), "methods": METHODS[3:], "suites": SUITES[2:4]}),
     ],
 )
 def test_texts_are_inside_and_apart(tmp_path, seed, grid):

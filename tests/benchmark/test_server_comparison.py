@@ -93,7 +93,8 @@ def test_a_server_that_is_right(pair, tells_tokens, count):
     assert not found.cause and found.same == (3, 3) and found.tells_tokens == tells_tokens, str(found)
     assert found.here.rounds == found.there.rounds >= 9
     assert list(found.here.accepted) == list(found.there.accepted) and len(found.here.accepted) == count
-    assert str(found).splitlines()[-1] == found.meaning and f"{found.here.tau:.2f}" in str(found)
+    first, *_, last = str(found).splitlines()
+    assert first.startswith("3 of 3 ") and last == found.meaning and f"{found.here.tau:.2f}" in str(found)
     assert not any(text[:20] in found.record() for text in PROMPTS)
 
 

@@ -58,8 +58,6 @@ class BenchmarkSettings:
             raise ValueError(f"`modes` has {sorted(unknown)}, expected some of {tuple(MODES)}.")
         if min(self.temperatures) < 0:
             raise ValueError(f"`temperatures` has {min(self.temperatures)}, expected at least 0.")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"`limit` is {self.limit}, expected at least 1, or None for all prompts.")
         if self.max_new_tokens < 3:
             raise ValueError(f"`max_new_tokens` is {self.max_new_tokens}, expected at least 3: less has no round.")
 

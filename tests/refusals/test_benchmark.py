@@ -14,7 +14,6 @@ from hf_hyperdflash.benchmark import calibration
 from hf_hyperdflash.benchmark.calibration import calibrate
 from hf_hyperdflash.benchmark.doctor.ablations import fine_tune_briefly
 from hf_hyperdflash.benchmark.doctor.examine import examine
-from hf_hyperdflash.benchmark.doctor.round_costs import measure_round_costs
 from hf_hyperdflash.benchmark.report import write_report
 from hf_hyperdflash.benchmark.results import load, pool, summarize
 from hf_hyperdflash.benchmark.runner import BenchmarkSettings, run_benchmark
@@ -87,10 +86,11 @@ def without_matplotlib(folder, patch):
         assert not (folder / "out").exists()
 
 
-def run(folder, *names):
+def run(folder, *names, limit=None):
     target = tiny_target(2)
     methods = [Local(target, PromptLookupDrafter(target), name=name) for name in names]
-    run_benchmark(target, characters(), methods, BenchmarkSettings(["mine"], str(folder)), folder / "out" / "r.jsonl")
+    settings = BenchmarkSettings(["mine"], str(folder), limit=limit)
+    run_benchmark(target, characters(), methods, settings, folder / "out" / "r.jsonl")
 
 
 def at_a_server(*options, target="tiny", data="fine"):
@@ -144,14 +144,6 @@ def examined(**given):
     return ask
 
 
-def costs(**given):
-    def ask(_, __):
-        target = qwen3().eval()
-        measure_round_costs(target, PromptLookupDrafter(target), torch.arange(9)[None], **given)
-
-    return ask
-
-
 def answers_that_end_at_once(_, __):
     target = tiny_target()
     fine_tune_briefly(target, tiny_drafter(target), [prompt(8)], [7], seconds=1)
@@ -181,7 +173,7 @@ REFUSED = {
     "no suites": Refusal(lambda *_: BenchmarkSettings(suites=[]), ("suites", "empty", "at least one")),
     "no such mode": Refusal(lambda *_: BenchmarkSettings(modes=["thinking"]), ("modes", "thinking", "think-high")),
     "a cold temperature": Refusal(lambda *_: BenchmarkSettings(temperatures=[0, -1.0]), ("temperatures", "-1.0", "0")),
-    "no prompts": Refusal(lambda *_: BenchmarkSettings(limit=0), ("limit", "0", "1")),
+    "no prompts": Refusal(lambda folder, _: run(folder, "A", limit=0), ("limit", "0", "1")),
     "no round": Refusal(lambda *_: BenchmarkSettings(max_new_tokens=2), ("max_new_tokens", "2", "3")),
     "no method": Refusal(lambda folder, _: run(folder), ("method", "at least one")),
     "one name twice": Refusal(lambda folder, _: run(folder, "A", "A"), ("'A', 'A'", "once", "--drafter NAME=PATH")),
@@ -217,8 +209,7 @@ REFUSED = {
     "a drafter's name": Refusal(examined(drafter="org/name"), ("`drafter`", "'org/name'", "`load_drafter`")),
     "no drafter": Refusal(examined(drafter=None), ("`drafter`", "None", "`load_drafter`")),
     "a tokenizer's name": Refusal(examined(tokenizer="org/name"), ("`tokenizer`", "'org/name'", "from_pretrained")),
-    "rounds after too long a context": Refusal(costs(context=4000), ("4000", "at most")),
-    "rounds of no text": Refusal(costs(texts=0), ("0 texts", "at least 1")),
+    "no text at a time": Refusal(examined(texts=0), ("`texts`", "0", "at least 1")),
     "answers that end at once": Refusal(answers_that_end_at_once, ("too short",)),
     "a context for a server": Refusal(doctor("--endpoint", "http://x", "--context", "9"), ("--context", "--endpoint")),
     "a batch for a server": Refusal(

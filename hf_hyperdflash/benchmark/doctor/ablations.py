@@ -22,7 +22,7 @@ from ...training.features.capture import compute_residual
 from ...training.trials import Local, run
 from ..intervals import drawn_ratios, interval
 from .config_variants import CAUSES
-from .diagnosis import LEAST_TAU, Change, Examination, Finding
+from .diagnosis import LEAST_TAU, Change, Examination, Finding, first_line
 
 _FEWEST, _MOST = 3, 8  # prompts of a change
 _WINDOW = 256  # tokens of a window that is tried
@@ -176,8 +176,7 @@ def try_learning(examined: Examination) -> Iterator[Finding]:
             target, examined.drafter, texts[half:], starts, 0.25 * examined.left()
         )
     except (RuntimeError, ValueError) as error:  # no drafter that is trained, no such memory, no such kernel
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        yield Finding("remark", "", f"What training would bring back was not tried: {said:.200}")
+        yield Finding("remark", "", f"What training would bring back was not tried: {first_line(error)}")
         return
     after = count_rounds(target, taught, prompts[:half], examined.new_tokens, examined.left() / 5)
     name = f"{steps} training steps on {len(starts)} other texts"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -203,25 +202,19 @@ def draft_every_round(
     layers = sorted({layer for ids in read for layer in ids})
     positions = torch.arange(text.shape[1], device=text.device)[None]
     parts = dict(zip(layers, compute_residual(target, text, positions, layers).chunk(len(layers), dim=2)))
-    found = []
-    for config, ids in zip(configs, read):
-        with _rope_of(drafter, config):
+    found, usual = [], drafter.rotary_emb
+    try:
+        for config, ids in zip(configs, read):
+            is_usual = config.rope_parameters == drafter.config.rope_parameters
+            drafter.rotary_emb = (
+                usual if is_usual else HyperDFlashRotaryEmbedding(cast(Any, config)).to(drafter.device)
+            )
             residual = torch.cat([parts[i] for i in ids], dim=2)
             found.append(_rounds(target, drafter, config, text, start, residual, shift))
-    emitted, nats = zip(*found)
-    return np.stack(emitted), np.stack(nats)
-
-
-@contextmanager
-def _rope_of(drafter: HyperDFlashDrafter, config: HyperDFlashConfig) -> Iterator[None]:
-    """Give the drafter another configuration's rotary frequencies inside."""
-    usual = drafter.rotary_emb
-    if config.rope_parameters != drafter.config.rope_parameters:
-        drafter.rotary_emb = HyperDFlashRotaryEmbedding(cast(Any, config)).to(drafter.device)
-    try:
-        yield
     finally:
         drafter.rotary_emb = usual
+    emitted, nats = zip(*found)
+    return np.stack(emitted), np.stack(nats)
 
 
 def _rounds(

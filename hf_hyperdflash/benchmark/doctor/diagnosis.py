@@ -188,6 +188,11 @@ class Examination:
         return max(self.seconds - (time.monotonic() - self.began), 0.05 * self.seconds)
 
     @property
+    def has_weights(self) -> bool:
+        """Whether the drafter has weights, which prompt lookup has not."""
+        return hasattr(self.drafter, "get_memory_footprint")
+
+    @property
     def is_thorough(self) -> bool:
         """Whether there are enough prompts to change things and to time settings."""
         return len(self.prompts) >= LEAST_PROMPTS
@@ -235,6 +240,11 @@ def blame_costs(examined: Examination) -> Iterator[Finding]:
             f"Drafting costs {costs.asking(count):.1f} forwards of the target, which is small beside its drafter: "
             "take a drafter of fewer layers or passes, prompt lookup, or none.",
         )  # fmt: skip
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says, without a trace that may follow."""
+    return f"{(str(error) or type(error).__name__).splitlines()[0]:.200}"
 
 
 def counted(count: int, name: str) -> str:
@@ -288,9 +298,8 @@ def tables(found: Diagnosis) -> dict[str, tuple[Sequence[str], list[Sequence[str
         result[f"Settings of generate, temperature {temperature:g}"] = (
             ["settings", "times as fast", "interval"],
             [
-                [", ".join(f"{name}={value!r}" for name, value in each.settings.items()),
-                 f"{each.speedup.value:.2f}", f"{each.speedup.low:.2f} to {each.speedup.high:.2f}"]
+                [each.call, f"{each.speedup.value:.2f}", f"{each.speedup.low:.2f} to {each.speedup.high:.2f}"]
                 for each in timed
             ],
-        )  # fmt: skip
+        )
     return result

@@ -31,9 +31,13 @@ class Timed(NamedTuple):
     speedup: Interval
     fastest: Interval  # speed of the fastest settings as a multiple of this one's
 
+    @property
+    def call(self) -> str:
+        """The settings as they are written in a call."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+
     def __str__(self) -> str:
-        text = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-        return f"`{text}` {self.speedup.value:.2f}x ({self.speedup.low:.2f} to {self.speedup.high:.2f})"
+        return f"`{self.call}` {self.speedup.value:.2f}x ({self.speedup.low:.2f} to {self.speedup.high:.2f})"
 
     @property
     def near(self) -> bool:

@@ -6,8 +6,10 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import PromptLookupDrafter, load_drafter, load_target
+from hf_hyperdflash.benchmark.doctor import ablations
 from hf_hyperdflash.benchmark.doctor.ablations import (
     as_saved,
+    changes,
     compare,
     count_rounds,
     encode,
@@ -105,6 +107,39 @@ def test_a_precision_that_does_not_hold_the_drafter_is_named(tmp_path):
     found = judged(changes=[compare("drafter dtype", "as saved", *rounds)])
     assert saved.dtype == torch.bfloat16 and found.changes[0].after > 1.5 > found.changes[0].before
     assert "was saved in the drafter has" in found.problems["drafter dtype"]
+
+
+def test_each_change_is_of_one_thing(monkeypatch):
+    """Its rounds are those that `count` is asked for, tens of tokens each, beside those of the pair as it is, or in
+    long texts."""
+    target, tokenizer, asked = tiny_target(), AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4"), []
+    drafter, saved = tiny_drafter(target, sliding_window=None), tiny_drafter(target).bfloat16()
+    monkeypatch.setattr(ablations, "as_saved", lambda _: saved)
+    prompts = encode(tokenizer, [[text] for text in PROMPTS[:3]])
+    texts = [torch.cat([ids, ids[:, :9]], dim=1) for ids in prompts[:2]]
+    examined = Examination(
+        target, drafter, tokenizer, PROMPTS[:3], prompts, new_tokens=4, context=200, texts=texts,
+        rounds=np.array([[5, 1], [5, 1]]),
+    )  # fmt: skip
+
+    def count(prompts, drafter=None):
+        asked.append((prompts, drafter))
+        return np.array([[10 * len(asked), 1]] * 2)
+
+    found = list(changes(examined, count))
+    assert [(each.cause, each.before, each.after) for each in found] == [
+        ("long texts", 10, 5), ("position", 10, 20), ("drafter dtype", 5, 30), ("thinking", 5, 40),
+        ("no template", 5, 50),
+    ]  # fmt: skip
+    (far, own), (far_again, windowed), as_was_saved, (thinking, _), (plain, _) = asked
+    lengths = [ids.shape[1] for ids in far]
+    assert len(far) == 2 and own is None and 120 < min(lengths) < max(lengths) < 330, lengths
+    assert far_again is far and windowed.config.sliding_window == 256
+    assert as_was_saved[1] is saved and all(map(torch.equal, as_was_saved[0], prompts[:2]))
+    assert all(map(torch.equal, thinking, encode(tokenizer, [[text] for text in PROMPTS[:2]], thinking=True)))
+    assert all(map(torch.equal, plain, encode(tokenizer, [[text] for text in PROMPTS[:2]], as_chat=False)))
+    examined.context = 2 * (max(ids.shape[1] for ids in prompts[:2]) + 4) - 1  # too short for long texts
+    assert [each.cause for each in changes(examined, count)] == ["drafter dtype", "thinking", "no template"]
 
 
 def judged(**fields):

@@ -23,7 +23,12 @@ def text_of(path, lines, *runs):
 
 def test_a_report_is_written_whole_with_the_settings_of_every_start(tmp_path):
     path, out = tmp_path / "r", tmp_path / "new" / "folder"
-    parts = [settings(), *realistic(0), settings(date="2026-11-22", commit="abc1234"), line("MTP (3)", suite="mbpp")]
+    parts = [
+        settings(),
+        *realistic(0),
+        settings(date="2026-11-22", commit="abc1234", temperatures=[0.0, 1.0]),
+        line("MTP (3)", suite="mbpp"),
+    ]
     path.write_text("\n".join(map(json.dumps, parts)))
     write_report(path, out)
     text, pictures = (out / "report.md").read_text(), {f"{name}.png" for name in (
@@ -35,7 +40,7 @@ def test_a_report_is_written_whole_with_the_settings_of_every_start(tmp_path):
         "- commit: none; abc1234", "- hardware: AMD EPYC 7B13, 2 cores", "- threads: 1",
         "- versions: torch 2.13.0+cpu, python 3.11", "- dtype: float32", "- target: tiny-deepseek-v4",
         f"- methods: {', '.join(f'{name} described' for name in METHODS)}", "- suites: gsm8k gsm8k.jsonl",
-        "- limit: 2", "- seed: 0", "- max new tokens: 128",
+        "- limit: 2", "- seed: 0", "- max new tokens: 128", "- temperatures: 0.0, 1.0",
     ]  # fmt: skip
     assert "replaces: 1." in text  # of generations that were written twice
     for name in pictures:

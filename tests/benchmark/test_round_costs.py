@@ -5,7 +5,7 @@ import torch
 
 from hf_hyperdflash import PromptLookupDrafter
 from hf_hyperdflash.benchmark.doctor import round_costs
-from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis, Examination, blame_costs, tables
+from hf_hyperdflash.benchmark.doctor.diagnosis import Change, Diagnosis, Examination, blame_costs, tables
 from hf_hyperdflash.benchmark.doctor.recommended import Timed
 from hf_hyperdflash.benchmark.doctor.round_costs import WIDTHS, MeasuredCosts, measure_round_costs
 from hf_hyperdflash.benchmark.intervals import Interval
@@ -126,6 +126,28 @@ def test_the_verdict_has_the_numbers():
     assert "verification" in third and "experts" in found.problems["verification"]
     found.problems = {cause: "so." for cause in "abcdef"}
     assert len(found.verdict()) <= 10 and "so. And 2 more: e, f." in str(found)
+
+
+def test_tables_have_every_measurement():
+    """Verifying two tokens costs 1 + 0.5 / 7 forwards, and drafting one 0.1."""
+    compiled = MeasuredCosts(100, 1, 0.5, {4: 0.75}, {3: 0.1})
+    costs = MeasuredCosts(100, 1, 1.0, {1: 1.0, 8: 1.5}, {1: 0.1, 7: 0.25}, compiled)
+    timed = Timed({"num_assistant_tokens": "auto", "tree_budget": 8}, Interval(2.0, 1.9, 2.1), Interval(1, 1, 1))
+    found = Diagnosis(
+        costs=costs, acceptance=[0.5], expected=[1.0, 1.2], kinds={"code": 2.0}, timed={0.0: [timed]},
+        changes=[Change("thinking", "thinking on", 2.0, 2.5, Interval(1.25, 1.1, 1.4))],
+    )  # fmt: skip
+    shown = list(tables(found).values())
+    assert [rows for _, rows in shown] == [
+        [["1", "1000.00", "1.00", "", ""], ["4", "", "", "750.00", "1.50"], ["8", "1500.00", "1.50", "", ""]],
+        [["1", "100.00", "0.10"], ["7", "250.00", "0.25"]],
+        [["1", "50", "1.50", "1.17", "1.20", "1.28"]],
+        [["thinking on", "2.00", "2.50", "1.25 (1.10 to 1.40)"]],
+        [["code", "2.00"]],
+        [["num_assistant_tokens='auto', tree_budget=8", "2.00", "1.90 to 2.10"]],
+    ]
+    assert all(len(row) == len(head) for head, rows in shown for row in rows)
+    assert tables(Diagnosis(acceptance=[0.5])) == {}
 
 
 def test_what_auto_learned_stands_beside_what_was_measured():

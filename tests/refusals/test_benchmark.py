@@ -17,6 +17,7 @@ from hf_hyperdflash.benchmark.doctor.examine import examine
 from hf_hyperdflash.benchmark.report import write_report
 from hf_hyperdflash.benchmark.results import load, pool, summarize
 from hf_hyperdflash.benchmark.runner import BenchmarkSettings, run_benchmark
+from hf_hyperdflash.benchmark.server_comparison import examine_server
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.training.trials import Local
@@ -135,6 +136,14 @@ def calibrated(confidence_head=True, prompts=6):
     return ask
 
 
+def without_a_served_model(*given):
+    def ask(_, __):
+        with serving(Server()) as server:
+            examine_server(None, None, None, server.root, model=given[0] if given else None, prompts=[])
+
+    return ask
+
+
 def examined(**given):
     def ask(_, __):
         target = qwen3().eval()
@@ -215,6 +224,8 @@ REFUSED = {
     "a batch for a server": Refusal(
         doctor("--endpoint", "http://x", "--batch-size", "2"), ("--batch-size", "--endpoint")
     ),
+    "one of several models": Refusal(without_a_served_model(), ("tiny, small", "--served-model")),
+    "no such model there": Refusal(without_a_served_model("other"), ("tiny, small", "--served-model")),
     "a served model here": Refusal(doctor("--served-model", "tiny"), ("--served-model", "'tiny'", "--endpoint")),
     "no such mode of the doctor": Refusal(doctor("--mode", "loud"), ("--mode", "'loud'", "think-high")),
     # A calibration

@@ -128,10 +128,7 @@ def _conversation(
     done: dict[Key, Generation],
     announce: Callable[[Local], object],
 ) -> Iterator[Generation]:
-    """Yield the generations of one prompt that are not done yet, each as soon as the target's own text is known.
-
-    Every method continues from the target's own earlier answers.
-    """
+    """Yield the generations of one prompt that are not done yet, each as soon as the target's own text is known."""
     messages: list[dict[str, str]] = []
     device = methods[0].target.device
     for turn, text in enumerate(turns):
@@ -167,6 +164,7 @@ def _conversation(
             while pending and target_output is not None:
                 yield _compared(*pending.pop(0), target_output)
             _reset_peak_memory(device)
+        # Every method goes on from the target's own answer.
         answer = str(tokenizer.decode(target_output or [], skip_special_tokens=True))
         messages.append({"role": "assistant", "content": answer.rpartition("</think>")[2]})
 

@@ -68,10 +68,7 @@ class ServedDiagnosis:
 
 
 class _Here(NamedTuple):
-    """A prompt's tokens, what the target writes after it here, and that as text.
-
-    A few more tokens than asked for are written, so that a last round is not cut, as none of a server's is.
-    """
+    """A prompt's tokens, what the target writes after it here, and that as text."""
 
     ids: torch.Tensor
     text: torch.Tensor
@@ -199,7 +196,7 @@ def _check_drafts(
     say("writing the same here ...")
     here, stats = [], []
     method = Local(target, drafter, {"num_assistant_tokens": verified or None})
-    for number, _, record in run([method], ids, new + verified):
+    for number, _, record in run([method], ids, new + verified):  # so that no last round is cut, as at a server
         text = torch.cat([ids[number], torch.tensor([record.output])], dim=1).to(target.device)
         own_stats = cast(SpeculationStats, record.stats)
         stats.append(DraftCounters(own_stats.rounds, [own_stats.rounds * rate for rate in own_stats.acceptance]))

@@ -137,13 +137,10 @@ def changes(examined: Examination, count: Callable[..., np.ndarray]) -> Iterator
 
 
 def judge_changes(examined: Examination) -> Iterator[Finding]:
-    """Name what of the changes is a problem.
-
-    If the configuration is wrong, a short window can look better by accident, so it is not reported.
-    """
+    """Name what of the changes is a problem."""
     found, problems = examined.found, set(examined.found.problems)
     by_cause = {change.cause: change for change in found.changes}
-    if not problems.isdisjoint(CAUSES.values()):
+    if not problems.isdisjoint(CAUSES.values()):  # with a wrong configuration a window can look better by accident
         by_cause.pop("position", None)
     for cause, least in _LEAST.items():
         change = by_cause.get(cause)

@@ -106,12 +106,10 @@ def compare_variants(
     *,
     disable_tqdm: bool | None = True,
 ) -> Comparison:
-    """Compare drafts with the drafter's configuration to drafts with each of [`variants`].
-
-    A round reads only accepted tokens, which are known for a text that the target wrote. So one forward of the target
-    over a text serves all rounds of all configurations, and all have the same rounds. They are compared by the
-    likelihood of the text, which training maximizes: accepted lengths would need several times as many rounds.
-    """
+    """Compare drafts with the drafter's configuration to drafts with each of [`variants`]."""
+    # A round reads only accepted tokens, which are known for a text that the target wrote. So one forward of the
+    # target over a text serves all rounds of all configurations, and all have the same rounds. They are compared by
+    # the likelihood of the text, which training maximizes: accepted lengths would need several times as many rounds.
     others = variants(drafter.config, target)
     tried = [drafter.config, *others.values()]
     progress = progress_bar(texts, desc="trying other layers", unit="prompt", leave=False, disable=disable_tqdm)
@@ -124,12 +122,9 @@ def compare_variants(
 
 def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:
     """Return by how much each configuration's mean over rounds exceeds the first one's, with bootstrap intervals, from
-    sums over each prompt's rounds `[prompts, configurations]` and their numbers `[prompts]`.
-
-    All share the redrawn prompts. The intervals are corrected for their number: if none differs from the first, one of
-    six or more lies above 0 in 2 % of examinations with 24 prompts, and in 7 % of those with 8, which are few for a
-    bootstrap.
-    """
+    sums over each prompt's rounds `[prompts, configurations]` and their numbers `[prompts]`."""
+    # The intervals are corrected for their number: if none differs from the first, one of six or more lies above 0 in
+    # 2 % of examinations with 24 prompts, and in 7 % of those with 8, which are few for a bootstrap.
     means = drawn_ratios(sums, rounds[:, None])
     leads = (means[:, 1:] - means[:, :1]).T
     return [interval(lead, _FALSE_ALARMS / len(leads)) for lead in leads]

@@ -89,11 +89,7 @@ def _settings(target: PreTrainedModel, drafter: Drafter) -> list[dict[str, int |
 
 
 def recommendation(timed: Sequence[Timed]) -> str:
-    """Describe the settings to begin with, and the reason.
-
-    Among settings that are faster than the target alone and not distinguishable from the fastest, `"auto"` is
-    recommended, or else the shortest to write.
-    """
+    """Describe the settings to begin with: of those that are as fast as the fastest, `"auto"`, or the shortest."""
     fastest = timed[0]
     faster = [each for each in timed if each.speedup.low > 1 and each.speedup.value >= _NOISE]
     if not faster:

@@ -393,6 +393,9 @@ def test_a_wrong_layer_costs_little_and_is_found_and_a_right_one_is_not_accused(
     [
         # To be certainly but hardly better is nothing: what a drafter that `train` trained with [-1] was accused for.
         ((0.014, 0.005, 0.027), 2.02, ""),
+        ((0.014, 0.005, 0.027), 2.4, ""),
+        ((0.336, 0.326, 0.346), 2.09, ""),
+        ((-0.336, -0.346, -0.326), 2.4, ""),
         ((0.2, -0.1, 0.5), 2.2, "remark"),
         ((0.2, 0.1, 0.5), 2.2, "problem"),
     ],
@@ -407,7 +410,8 @@ def test_what_may_matter_is_a_remark_and_what_is_clearly_better_a_problem(
     tried, *findings = config_variants.try_variants(
         diagnosis.Examination(target, drafter, tokenizer, prompts=prompts, texts=prompts)
     )
-    counts = "2 tried in 1,400 rounds over 10 prompts", "1 certainly worse", f"{kind == 'problem':d} clearly better"
+    worse, better = 1 + (ahead[2] < 0), int(kind == "problem")
+    counts = "2 tried in 1,400 rounds over 10 prompts", f"{worse} certainly worse", f"{better} clearly better"
     assert all(count in tried.text for count in counts), tried
     assert [finding.kind for finding in findings] == [kind] * bool(kind)
     for finding in findings:

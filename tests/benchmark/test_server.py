@@ -28,6 +28,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="tiny"
 SGLANG_GAUGE = """\
 # TYPE sglang:spec_accept_length gauge
 sglang:spec_accept_length{{engine_type="unified",model_name="tiny",moe_ep_rank="0",pp_rank="0",tp_rank="0"}} {latest}
+sglang:spec_accept_length{{engine_type="second",model_name="tiny",moe_ep_rank="0",pp_rank="0",tp_rank="0"}} {latest}
 sglang:spec_accept_rate{{engine_type="unified",model_name="tiny",moe_ep_rank="0",pp_rank="0",tp_rank="0"}} 0.2
 """
 SGLANG_COUNTERS = """\

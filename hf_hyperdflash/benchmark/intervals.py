@@ -29,8 +29,15 @@ def draw(prompts: int, rng: np.random.Generator) -> np.ndarray:
     return np.vstack([np.ones((1, prompts)), drawn])
 
 
+def drawn_ratios(over: np.ndarray, under: np.ndarray) -> np.ndarray:
+    """Return the sum of `over` divided by that of `under`, `[prompts, ...]` each, of each draw of the prompts."""
+    drawn = draw(len(over), np.random.default_rng(0))  # so that all that is compared has the same draws
+    with np.errstate(invalid="ignore", divide="ignore"):  # a draw of prompts without any round has no tau
+        return (drawn @ over) / (drawn @ under)
+
+
 def interval(values: np.ndarray, outside: float = 0.05) -> Interval:
     """Return the first of `values` `[1 + DRAWS]`, and limits with the share `outside` of the others beyond them."""
     limits = [50 * outside, 100 - 50 * outside]
-    low, high = np.nanpercentile(values[1:], limits).tolist()  # a draw of prompts without any round has no tau
+    low, high = np.nanpercentile(values[1:], limits).tolist()
     return Interval(values[0].item(), low, high)

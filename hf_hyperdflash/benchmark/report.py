@@ -241,10 +241,7 @@ def _markdown(header: list[str], body: list[list[str]]) -> str:
 
 
 def measured(results: Path, method: str | None = None, folder: Path | None = None) -> Measured:
-    """Return the figures of one method of a benchmark for a model card.
-
-    With a `folder` its weights are compared with those that were measured (earlier releases do not say which).
-    """
+    """Return the figures of a method for a model card, if the drafter in `folder` is the one that was measured."""
     loaded = load(results)
     methods = grouped(summarize(loaded), "method")
     if method not in methods and (method is not None or len(methods) > 1):
@@ -254,7 +251,7 @@ def measured(results: Path, method: str | None = None, folder: Path | None = Non
         )
     name, rows = next((name, rows) for name, rows in methods.items() if method in (None, name))
     run = loaded.runs[-1]
-    recorded = run.get("weights_digest", {}).get(name)
+    recorded = run.get("weights_digest", {}).get(name)  # which earlier releases do not say
     if folder is not None and recorded and weight_files(folder):
         drafter = load_drafter(folder, dtype=run["dtype"])
         if not module_fingerprint(drafter).startswith(recorded):

@@ -49,10 +49,7 @@ def generation_key(line: Mapping[str, Any]) -> Key:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the settings and generations of a results file, each with its line number.
-
-    An incomplete last line is skipped.
-    """
+    """Yield the settings and generations of a results file, each with its line number; half a last line is none."""
     lines, begun = path.read_bytes().split(b"\n"), False
     for number, text in enumerate(lines, start=1):
         if not text.strip():

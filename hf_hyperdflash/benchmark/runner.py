@@ -58,8 +58,6 @@ class BenchmarkSettings:
             raise ValueError(f"`modes` has {sorted(unknown)}, expected some of {tuple(MODES)}.")
         if min(self.temperatures) < 0:
             raise ValueError(f"`temperatures` has {min(self.temperatures)}, expected at least 0.")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"`limit` is {self.limit}, expected at least 1, or None for all prompts.")
         if self.max_new_tokens < 3:
             raise ValueError(f"`max_new_tokens` is {self.max_new_tokens}, expected at least 3: less has no round.")
 
@@ -130,10 +128,7 @@ def _conversation(
     done: dict[Key, Generation],
     announce: Callable[[Local], object],
 ) -> Iterator[Generation]:
-    """Yield the generations of one prompt that are not done yet, each as soon as the target's own text is known.
-
-    Every method continues from the target's own earlier answers.
-    """
+    """Yield the generations of one prompt that are not done yet, each as soon as the target's own text is known."""
     messages: list[dict[str, str]] = []
     device = methods[0].target.device
     for turn, text in enumerate(turns):
@@ -169,6 +164,7 @@ def _conversation(
             while pending and target_output is not None:
                 yield _compared(*pending.pop(0), target_output)
             _reset_peak_memory(device)
+        # Every method goes on from the target's own answer.
         answer = str(tokenizer.decode(target_output or [], skip_special_tokens=True))
         messages.append({"role": "assistant", "content": answer.rpartition("</think>")[2]})
 

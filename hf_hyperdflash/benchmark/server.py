@@ -182,34 +182,28 @@ def vllm_counters(page: str, model: str) -> DraftCounters:
 
 
 def parse_sglang_counters(event: dict[str, Any]) -> DraftCounters | None:
-    """Read SGLang's counts of an answer from an event of its stream; `None` if the event has none.
-
-    They are a histogram: how many rounds accepted no draft, one draft, and so on.
-    """
+    """Read SGLang's counts of an answer from an event of its stream; `None` if the event has none."""
     details = (event.get("sglext") or {}).get("spec_tokens_details")
     if details is None:
         return None
+    # How many rounds accepted no draft, one draft, and so on.
     histogram = details["spec_correct_drafts_histogram"]
     return DraftCounters(details["spec_verify_ct"], [float(sum(histogram[k:])) for k in range(1, len(histogram))])
 
 
 def sglang_rounds(page: str, model: str) -> tuple[float, float]:
-    """Read SGLang's verification rounds of finished requests, and the tokens that they wrote.
-
-    The first token of a request, which the prompt's forward writes, is not counted, nor are drafts that were accepted
-    after a text's end. So tau is a little lower than by the other counts.
-    """
+    """Read SGLang's verification rounds of finished requests, and the tokens that they wrote."""
     found = defaultdict[str, float](float)
     for name, _, value in _samples(page, model):
         found[name] += value
+    # The prompt's forward writes the first token of a request. Drafts that were accepted after a text's end are not
+    # counted, so tau is a little lower than by the other counts.
     return found[_ROUNDS], found[_TOKENS] - found[_REQUESTS]
 
 
 def sglang_interval(page: str, model: str) -> float | None:
-    """Read the mean tokens per verification round of SGLang's latest interval, averaged over replicas.
-
-    It is a gauge that is set every `--decode-log-interval` forwards; `None` before the first time.
-    """
+    """Read the mean tokens per verification round of SGLang's latest interval, averaged over replicas."""
+    # A gauge that is set every `--decode-log-interval` forwards, and is 0 before.
     values = [value for name, _, value in _samples(page, model) if name == _INTERVAL and value > 0]
     return sum(values) / len(values) if values else None
 

@@ -18,6 +18,7 @@ from ..decoding.stats import SpeculationStats
 from ..drafters.base import Drafter
 from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
+from ..training.data.blocks import walk_rounds
 from ..training.trials import Local, Record, bound, run
 from .doctor.ablations import encode
 from .doctor.config_variants import cause_of, draft_every_round, variants
@@ -67,10 +68,7 @@ class ServedDiagnosis:
 
 
 class _Here(NamedTuple):
-    """A prompt's tokens, what the target writes after it here, and that as text.
-
-    A few more tokens than asked for are written, so that a last round is not cut, as none of a server's is.
-    """
+    """A prompt's tokens, what the target writes after it here, and that as text."""
 
     ids: torch.Tensor
     text: torch.Tensor
@@ -198,7 +196,7 @@ def _check_drafts(
     say("writing the same here ...")
     here, stats = [], []
     method = Local(target, drafter, {"num_assistant_tokens": verified or None})
-    for number, _, record in run([method], ids, new + verified):
+    for number, _, record in run([method], ids, new + verified):  # so that no last round is cut, as at a server
         text = torch.cat([ids[number], torch.tensor([record.output])], dim=1).to(target.device)
         own_stats = cast(SpeculationStats, record.stats)
         stats.append(DraftCounters(own_stats.rounds, [own_stats.rounds * rate for rate in own_stats.acceptance]))
@@ -250,18 +248,24 @@ def _compare_acceptance(
         own = cast(HyperDFlashDrafter, drafter)
         (found.here,) = walk.accepted(own, [own.config])
     here, there = cast(DraftCounters, found.here), cast(DraftCounters, found.there)
-    if _is_same(here, there):
+    gaps, ratio = _gaps(here, there), cast(float, there.tau) / cast(float, here.tau)
+    if abs(ratio - 1) <= _SAME_TAU and max(gaps) <= _SAME_RATE:
         found.meaning = "Nothing differs: the server accepts what is accepted here, position by position."
         return
-    found.tried["as configured"] = usual = _gap(here, there)
+    found.tried["as configured"] = usual = float(np.mean(gaps))
     if is_block:
         say("trying other readings of the drafter ...")
         causes = {}
         for cause, name, counted in _readings(own, walk):
-            causes[name], found.tried[name] = cause, _gap(counted, there)
+            causes[name], found.tried[name] = cause, float(np.mean(_gaps(counted, there)))
         nearest = min(found.tried, key=lambda name: found.tried[name])
         if found.tried[nearest] <= 0.5 * usual:
-            yield Finding("problem", causes[nearest], _READ.format(nearest))
+            yield Finding(
+                "problem", causes[nearest],
+                f"The server accepts as if the drafter had {nearest}: its configuration is read so there, or was "
+                "exported so. Correct the `config.json` that is served, or report it to the server's makers with "
+                "`served.json` (`--output`).",
+            )  # fmt: skip
     rates = zip_longest(there.acceptance, here.acceptance, fillvalue=0.0)
     lower = [k for k, (a, b) in enumerate(rates, 1) if b - a > _SAME_RATE]
     at = f"from position {lower[0]} on" if lower else "at no one position"
@@ -271,22 +275,6 @@ def _compare_acceptance(
         f"The server accepts less {at}, and no other reading that was tried explains it. {of}: compare the files' "
         "checksums, then ask its makers with `served.json` (`--output`).",
     )  # fmt: skip
-
-
-_READ = (
-    "The server accepts as if the drafter had {}: its configuration is read so there, or was exported so. Correct the "
-    "`config.json` that is served, or report it to the server's makers with `served.json` (`--output`)."
-)
-
-
-def _is_same(here: DraftCounters, there: DraftCounters) -> bool:
-    is_same_tau = abs(cast(float, there.tau) / cast(float, here.tau) - 1) <= _SAME_TAU
-    return is_same_tau and max(_gaps(here, there)) <= _SAME_RATE
-
-
-def _gap(here: DraftCounters, there: DraftCounters) -> float:
-    """Return the mean difference of a position's rate."""
-    return float(np.mean(_gaps(here, there)))
 
 
 def _gaps(here: DraftCounters, there: DraftCounters) -> list[float]:
@@ -321,14 +309,11 @@ class _Walk(NamedTuple):
         self, drafter: HyperDFlashDrafter, configs: Sequence[HyperDFlashConfig], shift: int = 0
     ) -> list[DraftCounters]:
         """Return what would be accepted with each configuration."""
-        rounds = [0] * len(configs)
-        accepted = [[0.0] * self.drafts for _ in configs]
+        accepted: list[list[int]] = [[] for _ in configs]  # of each round
         for each in self.texts:
             emitted, _ = draft_every_round(self.target, drafter, each.text, each.ids.shape[1], configs, shift)
-            for index, row in enumerate(emitted.tolist()):
-                at = 0
-                while at < min(len(row), self.new - 1):
-                    count = min(row[at] - 1, self.drafts)
-                    accepted[index][:count] = [1 + before for before in accepted[index][:count]]
-                    rounds[index], at = rounds[index] + 1, at + 1 + count
-        return [DraftCounters(*each) for each in zip(rounds, accepted)]
+            for found, row in zip(accepted, torch.from_numpy(emitted)[:, : self.new - 1]):
+                matched = (row - 1).clamp(max=self.drafts)
+                found += [count for _, count in walk_rounds(torch.arange(len(row)), matched, matched + 1)]
+        positions = range(1, self.drafts + 1)
+        return [DraftCounters(len(each), [float(sum(n >= k for n in each)) for k in positions]) for each in accepted]

@@ -8,13 +8,11 @@ from transformers import LogitsProcessorList
 
 from hf_hyperdflash import HyperDFlashConfig, bind
 from hf_hyperdflash.benchmark.doctor.config_variants import (
-    Variant,
     cause_of,
     compare_variants,
     draft_every_round,
     leads_over_first,
 )
-from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.features.capture import compute_residual
@@ -105,17 +103,3 @@ def test_what_all_prompts_agree_on_is_more_than_chance():
     sums = rng.normal(-3, 1, (10, 1)) + np.array([0, 0.3, 0.0, -0.3]) + rng.normal(0, 0.1, (10, 4))
     better, _, worse = leads_over_first(sums, np.ones(10))
     assert better.low > 0 > worse.high and better.value == pytest.approx((sums[:, 1] - sums[:, 0]).mean())
-
-
-@pytest.mark.parametrize(
-    ("nats", "tau", "expected"),
-    [
-        (0.014, 2.15, False),  # of a drafter trained with -1, with the layer before
-        (0.014, 2.40, False),
-        (0.336, 2.15, False),
-        (0.336, 2.27, True),  # of a drafter whose layer is one too high: see test_doctor
-        (-0.336, 2.27, False),
-    ],
-)
-def test_what_matters_does_so_in_both_measures(nats, tau, expected):
-    assert Variant("", tau, Interval(nats, nats - 0.01, nats + 0.01)).matters(2.13) == expected

@@ -2,8 +2,8 @@
 
 import copy
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,47 +22,41 @@ from hf_hyperdflash.drafters.parts.layers import HyperDFlashRotaryEmbedding
 from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.training.trials import Record
 
-from ..conftest import MODELS, mostly_nightly
+from ..conftest import MODELS
+from ..helpers.loopback import Server, events, serving
 from ..helpers.tokenizers import characters
 
 COUNT = 8  # drafts a round
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
-FAR = {"rope_type": "default", "rope_theta": 1e6}
-METRICS = """\
-vllm:spec_decode_num_drafts_total{{engine="0",model_name="tiny"}} {rounds}
-{positions}
-"""
 POSITION = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="tiny",position="{at}"}} {count}'
 
 
-class Server(ThreadingHTTPServer):
-    """Serves a target and its drafter as vLLM does: texts, tokens and counters, which it keeps of its own rounds."""
+class VLLM(Server):
+    """Serves a target and its drafter: texts, tokens and counters, which it keeps of its own rounds."""
 
     def __init__(self, target, drafter, tokenizer, tells_tokens=True, drafts=True, thinking=False, count=COUNT):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.target, self.drafter, self.tokenizer = copy.deepcopy(target), drafter, tokenizer
         self.tells_tokens, self.drafts, self.thinking, self.rounds = tells_tokens, drafts, thinking, 0
         self.accepted = [0] * count
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-    @property
-    def root(self):
-        return f"http://127.0.0.1:{self.server_port}"
+        super().__init__(("tiny",))
 
     def metrics(self):
-        lines = [POSITION.format(at=at, count=float(count)) for at, count in enumerate(self.accepted)]
-        return METRICS.format(rounds=float(self.rounds), positions="\n".join(lines)) if self.drafts else ""
+        lines = [f'vllm:spec_decode_num_drafts_total{{engine="0",model_name="tiny"}} {float(self.rounds)}']
+        lines += [POSITION.format(at=at, count=float(count)) for at, count in enumerate(self.accepted)]
+        return "\n".join([*lines, ""]) if self.drafts else ""
 
-    def encode(self, messages):
-        return encode_prompts(self.tokenizer, [{"messages": messages}], self.thinking)[0]
-
-    def answer(self, messages, most):
-        ids = self.encode(messages)
+    def answer(self, path, body):
+        chat = body.get("messages") and encode_prompts(self.tokenizer, [body], self.thinking)[0]
+        if path == "/tokenize":
+            if not self.tells_tokens:
+                return 404, None
+            plain = None if chat is not None else self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
+            return 200, json.dumps({"tokens": plain or chat[0].tolist()})
+        most, count = body["max_tokens"], len(self.accepted)  # of which an engine's last round verifies all
         self.drafter.bind(self.target)
         try:
-            count = len(self.accepted)  # of which an engine's last round verifies all
             text = self.target.generate(
-                ids, do_sample=False, max_new_tokens=most + count, assistant_model=self.drafter,
+                chat, do_sample=False, max_new_tokens=most + count, assistant_model=self.drafter,
                 num_assistant_tokens=count,
             )  # fmt: skip
         finally:
@@ -74,37 +68,10 @@ class Server(ThreadingHTTPServer):
             written, self.rounds = written + emitted, self.rounds + 1
             for at in range(accepted):
                 self.accepted[at] += 1
-        new = text[0, ids.shape[1] :][:most]
-        usage = {"prompt_tokens": ids.shape[1], "completion_tokens": len(new)}
-        return self.tokenizer.decode(new, skip_special_tokens=True), usage
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
-
-    def tell(self, page):
-        self.send_response(404 if page is None else 200)
-        self.end_headers()
-        self.wfile.write((page or "").encode())
-
-    def do_GET(self):
-        listed = json.dumps({"data": [{"id": "tiny", "owned_by": "vllm"}]})
-        self.tell({"/v1/models": listed, "/metrics": self.server.metrics()}.get(self.path))
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/tokenize":
-            if not self.server.tells_tokens:
-                return self.tell(None)
-            if "messages" in asked:
-                tokens = self.server.encode(asked["messages"])[0].tolist()
-            else:
-                tokens = self.server.tokenizer(asked["prompt"], add_special_tokens=False)["input_ids"]
-            return self.tell(json.dumps({"count": len(tokens), "tokens": tokens}))
-        text, usage = self.server.answer(asked["messages"], asked["max_tokens"])
-        events = [{"choices": [{"delta": {"content": text}}]}, {"choices": [], "usage": usage}]
-        return self.tell("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+        new = text[0, chat.shape[1] :][:most]
+        usage = {"prompt_tokens": chat.shape[1], "completion_tokens": len(new)}
+        text = self.tokenizer.decode(new, skip_special_tokens=True)
+        return 200, events({"choices": [{"delta": {"content": text}}]}, {"choices": [], "usage": usage})
 
 
 @pytest.fixture(scope="module")
@@ -113,26 +80,25 @@ def pair():
     return target, load_drafter(DRAFTER, target=target), AutoTokenizer.from_pretrained(TARGET)
 
 
-def served(pair, target=None, drafter=None, tokenizer=None, **told):
-    own_target, own_drafter, own_tokenizer = pair
-    server = Server(
-        copy.deepcopy(target or own_target), drafter or copy.deepcopy(own_drafter), tokenizer or own_tokenizer, **told
-    )
-    try:
+def examined_with(pair, **served):
+    """The comparison with a server of which something is another than here."""
+    parts = {"target": pair[0], "drafter": copy.deepcopy(pair[1]), "tokenizer": pair[2], **served}
+    with serving(VLLM(**parts)) as server:
         return examine_server(*pair, server.root, prompts=PROMPTS[:3], max_new_tokens=20)
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.mark.parametrize(("tells_tokens", "count"), [(True, COUNT), (False, 3)])
 def test_a_server_that_is_right(pair, tells_tokens, count):
-    found = served(pair, tells_tokens=tells_tokens, count=count)
-    assert not found.cause and found.same == (3, 3), str(found)
+    found = examined_with(pair, tells_tokens=tells_tokens, count=count)
+    assert not found.cause and found.same == (3, 3) and found.tells_tokens == tells_tokens, str(found)
     assert found.here.rounds == found.there.rounds >= 9
     assert list(found.here.accepted) == list(found.there.accepted) and len(found.here.accepted) == count
-    assert str(found).endswith("Nothing differs: the server accepts what is accepted here, position by position.")
+    first, *_, last = str(found).splitlines()
+    assert first.startswith("3 of 3 ") and last == found.meaning and f"{found.here.tau:.2f}" in str(found)
     assert not any(text[:20] in found.record() for text in PROMPTS)
+
+
+# One thing wrong
 
 
 def with_config(drafter, **fields):
@@ -155,58 +121,26 @@ def later(drafter):
     return drafter
 
 
-def without_precision(drafter):
-    """In float16 the MLPs of this drafter overflow, which is the same in wider ones."""
-    with torch.no_grad():
-        for layer in drafter.layers:
-            layer.mlp.up_proj.weight.mul_(2.0**16)
-            layer.mlp.down_proj.weight.mul_(2.0**-16)
+def in_float16(drafter):
+    """In float16 the MLPs of this drafter overflow; in wider types they compute what they did."""
+    for layer in drafter.layers:
+        layer.mlp.up_proj.weight.data.mul_(2.0**16)
+        layer.mlp.down_proj.weight.data.mul_(2.0**-16)
+    return copy.deepcopy(drafter).half()
+
+
+def with_other_weights(drafter):
+    drafter = copy.deepcopy(drafter)
+    for layer in drafter.layers:
+        layer.mlp.down_proj.weight.data.mul_(-1)
     return drafter
 
 
-@pytest.mark.parametrize(
-    ("cause", "told", "drafter"),
-    mostly_nightly([
-        ("layers", "`target_layer_ids` [2, 3, -1] instead of [1, 3, -1]", {"target_layer_ids": [2, 3, -1]}),
-        ("anchor", "`sample_from_anchor` True", {"sample_from_anchor": True}),
-        ("RoPE", "`rope_theta` 1,000,000 instead of 10,000", {"rope_parameters": FAR}),
-        ("positions", "its block 1 position later", later),
-    ]),
-)  # fmt: skip
-def test_a_server_that_reads_the_drafter_otherwise(pair, cause, told, drafter):
-    changed = with_config(pair[1], **drafter) if isinstance(drafter, dict) else drafter(pair[1])
-    found = served(pair, drafter=changed)
-    assert found.cause == cause and told in found.meaning, str(found)
-    assert min(found.tried, key=found.tried.get) == told and found.there.tau < found.here.tau
-    assert f"FIRST DIFFERENCE ({cause}): The server accepts as if" in str(found)
-
-
-@pytest.mark.nightly  # a server's drafts are compared whole
-def test_a_server_whose_precision_does_not_hold_the_drafter(pair):
-    target, drafter, tokenizer = pair
-    drafter = without_precision(copy.deepcopy(drafter))
-    found = served((target, drafter, tokenizer), drafter=copy.deepcopy(drafter).half())
-    assert found.cause == "dtype" and "weights in float16" in found.meaning, str(found)
-
-
-@pytest.mark.nightly  # a server's drafts are compared whole
-def test_a_server_whose_drafter_has_other_weights(pair):
-    """No reading of the right weights explains what another drafter accepts."""
-    drafter = copy.deepcopy(pair[1])
-    with torch.no_grad():
-        for layer in drafter.layers:
-            layer.mlp.down_proj.weight.mul_(-1)
-    found = served(pair, drafter=drafter)
-    assert found.cause == "drafter" and "from position 1 on" in found.meaning, str(found)
-
-
-def test_a_server_with_another_target_is_told_before_its_drafts_are_compared(pair):
-    target = copy.deepcopy(pair[0])
-    with torch.no_grad():
-        for weight in target.parameters():
-            weight.mul_(1 + 0.3 * torch.randn(weight.shape))
-    found = served(pair, target=target)
-    assert found.cause == "target" and not found.tried, str(found)
+def noisy(target):
+    target = copy.deepcopy(target)
+    for weight in target.parameters():
+        weight.data.mul_(1 + 0.3 * torch.randn(weight.shape))
+    return target
 
 
 def with_template(tokenizer, before):
@@ -215,48 +149,81 @@ def with_template(tokenizer, before):
     return tokenizer
 
 
+class Wrong(NamedTuple):
+    """What a server has of a pair, and what is named."""
+
+    served: Callable[..., dict[str, Any]]
+    cause: str
+    words: str = ""
+    reading: str = ""  # the reading of the drafter that explains it
+    nightly: bool = False  # its drafts are compared whole
+
+
+LAYERS, ROPE = "`target_layer_ids` [2, 3, -1] instead of [1, 3, -1]", "`rope_theta` 1,000,000 instead of 10,000"
+FAR = {"rope_type": "default", "rope_theta": 1e6}
+WRONG = {
+    "anchor": Wrong(
+        lambda _, drafter, __: {"drafter": with_config(drafter, sample_from_anchor=True)}, "anchor",
+        "`sample_from_anchor` True", "`sample_from_anchor` True", nightly=True,
+    ),
+    "RoPE": Wrong(
+        lambda _, drafter, __: {"drafter": with_config(drafter, rope_parameters=FAR)}, "RoPE", ROPE, ROPE, nightly=True
+    ),
+    "positions": Wrong(
+        lambda _, drafter, __: {"drafter": later(drafter)}, "positions", "block 1 position later",
+        "its block 1 position later", nightly=True,
+    ),
+    "dtype": Wrong(
+        lambda _, drafter, __: {"drafter": in_float16(drafter)}, "dtype", "float16", "weights in float16", nightly=True
+    ),
+    "weights": Wrong(
+        lambda _, drafter, __: {"drafter": with_other_weights(drafter)}, "drafter", "from position 1 on", nightly=True
+    ),
+    "target": Wrong(lambda target, *_: {"target": noisy(target)}, "target"),
+    "tokenizer": Wrong(lambda *_: {"tokenizer": characters()}, "tokenizer"),
+    "tokenizer, not told": Wrong(lambda *_: {"tokenizer": characters(), "tells_tokens": False}, "tokenizer"),
+    "template": Wrong(lambda *pair: {"tokenizer": with_template(pair[2], "Be brief. ")}, "template"),
+    "template, not told": Wrong(
+        lambda *pair: {"tokenizer": with_template(pair[2], "Be brief. "), "tells_tokens": False}, "template"
+    ),
+    "thinking": Wrong(lambda *_: {"thinking": True}, "thinking", "off"),
+    "more drafts": Wrong(
+        lambda target, *_: {"drafter": PromptLookupDrafter(target, num_draft_tokens=10), "count": 10}, "draft count",
+        f"`num_speculative_tokens` to {COUNT}",
+    ),
+    "no drafts": Wrong(lambda *_: {"drafts": False}, "no drafts", "without a drafter"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("cause", "tells_tokens"),
-    [("tokenizer", True), ("tokenizer", False), ("template", True), ("template", False), ("thinking", True)],
+    "wrong", [pytest.param(each, id=name, marks=[pytest.mark.nightly] * each.nightly) for name, each in WRONG.items()]
 )
-def test_a_server_with_other_tokens(pair, cause, tells_tokens):
-    told = {
-        "tokenizer": lambda: {"tokenizer": characters()},
-        "template": lambda: {"tokenizer": with_template(pair[2], "Be brief. ")},
-        "thinking": lambda: {"thinking": True},
-    }[cause]()
-    found = served(pair, tells_tokens=tells_tokens, **told)
-    assert found.cause == cause and found.here is None, str(found)
+def test_the_first_thing_that_differs_is_named(pair, wrong):
+    pair = (pair[0], copy.deepcopy(pair[1]), pair[2])
+    found = examined_with(pair, **wrong.served(*pair))
+    assert found.cause == wrong.cause and wrong.words in found.meaning, str(found)
+    assert str(found).splitlines()[-1] == f"FIRST DIFFERENCE ({wrong.cause}): {found.meaning}"
+    # Before the drafts are compared nothing of them is tried.
+    assert bool(found.tried) == (bool(wrong.reading) or wrong.cause == "drafter")
+    if wrong.reading:
+        assert min(found.tried, key=found.tried.get) == wrong.reading and found.there.tau < found.here.tau
+    if wrong.cause in ("tokenizer", "template", "thinking"):
+        assert found.here is None
+    if wrong.cause == "no drafts":
+        assert found.same == (3, 3)
 
 
-def test_a_server_that_drafts_more_than_the_drafter_was_trained_for(pair):
-    found = served(pair, drafter=PromptLookupDrafter(pair[0], num_draft_tokens=COUNT + 2), count=COUNT + 2)
-    assert found.cause == "draft count" and f"set `num_speculative_tokens` to {COUNT}." in found.meaning, str(found)
-
-
-def test_a_server_that_does_not_draft(pair):
-    found = served(pair, drafts=False)
-    assert found.cause == "no drafts" and "without a drafter" in found.meaning and found.same == (3, 3)
-
-
-@pytest.fixture
-def server(pair):
-    started = Server(copy.deepcopy(pair[0]), with_config(pair[1], target_layer_ids=[2, 3, -1]), pair[2])
-    yield started
-    started.shutdown()
-    started.server_close()
-
-
-def test_the_command(server, tmp_path):
+def test_the_command(pair, tmp_path):
+    """The layers are counted one too high at the server."""
+    wrong = with_config(pair[1], target_layer_ids=[2, 3, -1])
     command = ["doctor", "--target", str(TARGET), "--drafter", str(DRAFTER), "--dtype", "float32", "--quick"]
-    command += ["--max-new-tokens", "20", "--endpoint", f"{server.root}/v1"]
-    result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "o")])
+    with serving(VLLM(pair[0], wrong, pair[2])) as server:
+        command += ["--max-new-tokens", "20", "--endpoint", f"{server.root}/v1", "--output", str(tmp_path / "o")]
+        result = CliRunner().invoke(app, command)
     assert result.exit_code == 1 and "FIRST DIFFERENCE (layers)" in result.stdout, result.output
-    assert json.loads((tmp_path / "o" / "served.json").read_text())["cause"] == "layers"
-    for wrong, told in ((["--served-model", "other"], "serves tiny"), (["--context", "9"], "`--context` is for what")):
-        assert told in str(CliRunner().invoke(app, [*command, *wrong]).exception)
-    alone = CliRunner().invoke(app, [*command[:5], "--served-model", "tiny"])
-    assert "add `--endpoint`" in str(alone.exception)
+    record = json.loads((tmp_path / "o" / "served.json").read_text())
+    assert record["cause"] == "layers" and LAYERS in record["meaning"]
+    assert min(record["tried"], key=record["tried"].get) == LAYERS
 
 
 def test_an_answer_without_an_accepted_draft_counts(monkeypatch):
@@ -269,4 +236,3 @@ def test_an_answer_without_an_accepted_draft_counts(monkeypatch):
     assert found == counted
     there, here = total(found), DraftCounters(40.0, [9.0, 4.0, 4.0])
     assert there.tau == 1 + 12 / 37 and examined._gaps(here, there)[2] == 0.1
-    assert not examined._is_same(here, there)

@@ -20,9 +20,9 @@ from ...training.adaptation.samples import ReplayBuffer, Sample
 from ...training.data.encoding import encode_prompts
 from ...training.features.capture import compute_residual
 from ...training.trials import Local, run
-from ..intervals import draw, interval
+from ..intervals import drawn_ratios, interval
 from .config_variants import CAUSES
-from .diagnosis import LEAST_TAU, Change, Examination, Finding
+from .diagnosis import LEAST_TAU, Change, Examination, Finding, first_line
 
 _FEWEST, _MOST = 3, 8  # prompts of a change
 _WINDOW = 256  # tokens of a window that is tried
@@ -137,13 +137,10 @@ def changes(examined: Examination, count: Callable[..., np.ndarray]) -> Iterator
 
 
 def judge_changes(examined: Examination) -> Iterator[Finding]:
-    """Name what of the changes is a problem.
-
-    If the configuration is wrong, a short window can look better by accident, so it is not reported.
-    """
+    """Name what of the changes is a problem."""
     found, problems = examined.found, set(examined.found.problems)
     by_cause = {change.cause: change for change in found.changes}
-    if not problems.isdisjoint(CAUSES.values()):
+    if not problems.isdisjoint(CAUSES.values()):  # with a wrong configuration a window can look better by accident
         by_cause.pop("position", None)
     for cause, least in _LEAST.items():
         change = by_cause.get(cause)
@@ -176,8 +173,7 @@ def try_learning(examined: Examination) -> Iterator[Finding]:
             target, examined.drafter, texts[half:], starts, 0.25 * examined.left()
         )
     except (RuntimeError, ValueError) as error:  # no drafter that is trained, no such memory, no such kernel
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        yield Finding("remark", "", f"What training would bring back was not tried: {said:.200}")
+        yield Finding("remark", "", f"What training would bring back was not tried: {first_line(error)}")
         return
     after = count_rounds(target, taught, prompts[:half], examined.new_tokens, examined.left() / 5)
     name = f"{steps} training steps on {len(starts)} other texts"
@@ -201,11 +197,9 @@ def rounds_of(stats: SpeculationStats) -> tuple[int, int]:
 def compare(cause: str, name: str, before: np.ndarray, after: np.ndarray) -> Change:
     """Compare tokens and rounds of the same questions, `[prompts, 2]`, with an interval over prompts."""
     count = min(len(before), len(after))
-    drawn = draw(count, np.random.default_rng(0))
+    earlier, later = (drawn_ratios(each[:count, 0], each[:count, 1]) for each in (before, after))
     with np.errstate(invalid="ignore", divide="ignore"):
-        taus = [(drawn @ each[:count, 0]) / (drawn @ each[:count, 1]) for each in (before, after)]
-        ratio = interval(taus[1] / taus[0])
-    return Change(cause, name, float(taus[0][0]), float(taus[1][0]), ratio)
+        return Change(cause, name, float(earlier[0]), float(later[0]), interval(later / earlier))
 
 
 def with_window(drafter: Drafter) -> Drafter | None:

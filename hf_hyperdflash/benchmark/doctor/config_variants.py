@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -22,7 +21,7 @@ from ...training.data.blocks import block_labels, block_masks, previous_tokens
 from ...training.features.capture import compute_residual
 from ...training.losses.loss import IGNORE_INDEX, indices_among
 from ...training.runs.progress import progress_bar
-from ..intervals import Interval, draw, interval
+from ..intervals import Interval, drawn_ratios, interval
 from .diagnosis import LEAST_PROMPTS, LEAST_TAU, Examination, Finding
 
 _FALSE_ALARMS = 0.03
@@ -107,12 +106,10 @@ def compare_variants(
     *,
     disable_tqdm: bool | None = True,
 ) -> Comparison:
-    """Compare drafts with the drafter's configuration to drafts with each of [`variants`].
-
-    A round reads only accepted tokens, which are known for a text that the target wrote. So one forward of the target
-    over a text serves all rounds of all configurations, and all have the same rounds. They are compared by the
-    likelihood of the text, which training maximizes: accepted lengths would need several times as many rounds.
-    """
+    """Compare drafts with the drafter's configuration to drafts with each of [`variants`]."""
+    # A round reads only accepted tokens, which are known for a text that the target wrote. So one forward of the
+    # target over a text serves all rounds of all configurations, and all have the same rounds. They are compared by
+    # the likelihood of the text, which training maximizes: accepted lengths would need several times as many rounds.
     others = variants(drafter.config, target)
     tried = [drafter.config, *others.values()]
     progress = progress_bar(texts, desc="trying other layers", unit="prompt", leave=False, disable=disable_tqdm)
@@ -125,15 +122,10 @@ def compare_variants(
 
 def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:
     """Return by how much each configuration's mean over rounds exceeds the first one's, with bootstrap intervals, from
-    sums over each prompt's rounds `[prompts, configurations]` and their numbers `[prompts]`.
-
-    All share the redrawn prompts. The intervals are corrected for their number: if none differs from the first, one of
-    six or more lies above 0 in 2 % of examinations with 24 prompts, and in 7 % of those with 8, which are few for a
-    bootstrap.
-    """
-    drawn = draw(len(rounds), np.random.default_rng(0))
-    with np.errstate(invalid="ignore"):  # no round, no mean
-        means = (drawn @ sums) / (drawn @ rounds)[:, None]
+    sums over each prompt's rounds `[prompts, configurations]` and their numbers `[prompts]`."""
+    # The intervals are corrected for their number: if none differs from the first, one of six or more lies above 0 in
+    # 2 % of examinations with 24 prompts, and in 7 % of those with 8, which are few for a bootstrap.
+    means = drawn_ratios(sums, rounds[:, None])
     leads = (means[:, 1:] - means[:, :1]).T
     return [interval(lead, _FALSE_ALARMS / len(leads)) for lead in leads]
 
@@ -205,25 +197,19 @@ def draft_every_round(
     layers = sorted({layer for ids in read for layer in ids})
     positions = torch.arange(text.shape[1], device=text.device)[None]
     parts = dict(zip(layers, compute_residual(target, text, positions, layers).chunk(len(layers), dim=2)))
-    found = []
-    for config, ids in zip(configs, read):
-        with _rope_of(drafter, config):
+    found, usual = [], drafter.rotary_emb
+    try:
+        for config, ids in zip(configs, read):
+            is_usual = config.rope_parameters == drafter.config.rope_parameters
+            drafter.rotary_emb = (
+                usual if is_usual else HyperDFlashRotaryEmbedding(cast(Any, config)).to(drafter.device)
+            )
             residual = torch.cat([parts[i] for i in ids], dim=2)
             found.append(_rounds(target, drafter, config, text, start, residual, shift))
-    emitted, nats = zip(*found)
-    return np.stack(emitted), np.stack(nats)
-
-
-@contextmanager
-def _rope_of(drafter: HyperDFlashDrafter, config: HyperDFlashConfig) -> Iterator[None]:
-    """Give the drafter another configuration's rotary frequencies inside."""
-    usual = drafter.rotary_emb
-    if config.rope_parameters != drafter.config.rope_parameters:
-        drafter.rotary_emb = HyperDFlashRotaryEmbedding(cast(Any, config)).to(drafter.device)
-    try:
-        yield
     finally:
         drafter.rotary_emb = usual
+    emitted, nats = zip(*found)
+    return np.stack(emitted), np.stack(nats)
 
 
 def _rounds(

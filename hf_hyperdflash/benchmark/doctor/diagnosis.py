@@ -188,6 +188,11 @@ class Examination:
         return max(self.seconds - (time.monotonic() - self.began), 0.05 * self.seconds)
 
     @property
+    def has_weights(self) -> bool:
+        """Whether the drafter has weights, which prompt lookup has not."""
+        return hasattr(self.drafter, "get_memory_footprint")
+
+    @property
     def is_thorough(self) -> bool:
         """Whether there are enough prompts to change things and to time settings."""
         return len(self.prompts) >= LEAST_PROMPTS
@@ -205,6 +210,16 @@ def blame_costs(examined: Examination) -> Iterator[Finding]:
     if found.timed:
         fewer = "set what was timed below"
     fastest = max([found.speedup.value, *(each.speedup.value for each in found.timed.get(0.0, [])[:1])])
+    # What was timed must not contradict the costs: the number that is nearest to the best was faster, too.
+    timed = {
+        each.settings["num_assistant_tokens"]: each.speedup.value
+        for each in found.timed.get(0.0, [])
+        if len(each.settings) == 1
+    }
+    near = [k for k in timed if isinstance(k, int) and k < count]
+    is_confirmed = (
+        count not in timed or not near or (timed[min(near, key=lambda k: abs(k - best))] > 1.05 * timed[count])
+    )
     is_dear = costs.verifying(min(count, _USUAL)) >= _DEAR
     if is_dear or (fastest < _SLOW and count <= _USUAL and found.limit == "verification" and is_alone):
         yield Finding(
@@ -212,7 +227,7 @@ def blame_costs(examined: Examination) -> Iterator[Finding]:
             f"Verifying {counted(count + 1, 'token')} costs {costs.verifying(count):.1f} forwards.{experts} Verify "
             f"fewer: {fewer}, and draft no trees.",
         )  # fmt: skip
-    elif found.drafts and is_alone and gain >= _FEWER and _is_confirmed(found, best, count):
+    elif found.drafts and is_alone and gain >= _FEWER and is_confirmed:
         yield Finding(
             "problem", "draft count",
             f"{count} drafts a round are too many here: {best} would be {gain:.2f} times as fast by these costs. The "
@@ -227,16 +242,9 @@ def blame_costs(examined: Examination) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _is_confirmed(found: Diagnosis, fewer: int, count: int) -> bool:
-    """Return whether what was timed does not contradict the costs."""
-    timed = {
-        each.settings["num_assistant_tokens"]: each for each in found.timed.get(0.0, []) if len(each.settings) == 1
-    }
-    near = [k for k in timed if isinstance(k, int) and k < count]
-    if count not in timed or not near:
-        return True
-    nearest = min(near, key=lambda k: abs(k - fewer))
-    return timed[nearest].speedup.value > 1.05 * timed[count].speedup.value
+def first_line(error: Exception) -> str:
+    """Return what an error says, without a trace that may follow."""
+    return f"{(str(error) or type(error).__name__).splitlines()[0]:.200}"
 
 
 def counted(count: int, name: str) -> str:
@@ -290,9 +298,8 @@ def tables(found: Diagnosis) -> dict[str, tuple[Sequence[str], list[Sequence[str
         result[f"Settings of generate, temperature {temperature:g}"] = (
             ["settings", "times as fast", "interval"],
             [
-                [", ".join(f"{name}={value!r}" for name, value in each.settings.items()),
-                 f"{each.speedup.value:.2f}", f"{each.speedup.low:.2f} to {each.speedup.high:.2f}"]
+                [each.call, f"{each.speedup.value:.2f}", f"{each.speedup.low:.2f} to {each.speedup.high:.2f}"]
                 for each in timed
             ],
-        )  # fmt: skip
+        )
     return result

@@ -18,7 +18,7 @@ from ...drafters.base import Drafter
 from ...targets.registry import is_drafter, target_of
 from ...training.trials import Local, bound, run
 from . import ablations, config_variants, fit
-from .diagnosis import LEAST_PROMPTS, LEAST_TAU, Diagnosis, Examination, Finding, blame_costs, counted
+from .diagnosis import LEAST_PROMPTS, LEAST_TAU, Diagnosis, Examination, Finding, blame_costs, counted, first_line
 from .recommended import TEMPERATURES, ranked, time_settings
 from .round_costs import MeasuredCosts, measure_round_costs
 
@@ -130,8 +130,7 @@ def check_costs(examined: Examination) -> Iterator[Finding]:
         try:
             found.costs.compiled = measure(compiled=True)
         except Exception as error:  # what a compiler may say is no fault of the pair's
-            said = (str(error) or type(error).__name__).splitlines()[0]
-            yield Finding("remark", "", f"Compiled rounds could not be timed: {said:.200}")
+            yield Finding("remark", "", f"Compiled rounds could not be timed: {first_line(error)}")
 
 
 def judge_tau(examined: Examination) -> Iterator[Finding]:
@@ -139,7 +138,7 @@ def judge_tau(examined: Examination) -> Iterator[Finding]:
     found, tau = examined.found, cast(float, examined.found.tau)
     if tau >= LEAST_TAU:
         return
-    if not hasattr(examined.drafter, "get_memory_footprint"):
+    if not examined.has_weights:
         yield Finding("remark", "", f"Hardly any draft is accepted (tau {tau:.2f}): texts repeat too little.")
     elif not found.problems:
         yield Finding(
@@ -238,6 +237,8 @@ def examine(
             f"`context` is {context}: expected 1 to {room}, as the target has {positions} positions and "
             f"{positions - room} new tokens follow."
         )
+    if texts < 1:
+        raise ValueError(f"`texts` is {texts}: expected at least 1, which is how many you generate at a time.")
     seconds = seconds or _SECONDS.get(target.device.type, _SECONDS_ELSEWHERE)
     if compiled is None:
         compiled = target.device.type not in ("cpu", "mps")

@@ -37,7 +37,7 @@ def check_pair(examined: Examination) -> Iterator[Finding]:
 def check_memory(examined: Examination) -> Iterator[Finding]:
     """Say what the drafter is, and what memory both models take."""
     target, drafter = examined.target, cast(SavedDrafter, examined.drafter)
-    if not hasattr(drafter, "get_memory_footprint"):
+    if not examined.has_weights:
         yield Finding("fact", "drafter", f"{type(drafter).__name__}, which has no weights")
         return
     described, config = describe(drafter.config), drafter.config
@@ -69,7 +69,7 @@ def _size(count: float) -> str:
 def check_fingerprint(examined: Examination) -> Iterator[Finding]:
     """Check whether the target's weights are those that the drafter was trained for; if not, why."""
     target, drafter = examined.target, cast(SavedDrafter, examined.drafter)
-    if not hasattr(drafter, "get_memory_footprint"):
+    if not examined.has_weights:
         return
     recorded = getattr(drafter.config, "target_fingerprint", "")
     changed = changed_parts(recorded, target) if recorded else []
@@ -144,7 +144,7 @@ def check_weights(examined: Examination) -> Iterator[Finding]:
     drafter = cast(SavedDrafter, examined.drafter)
     if unknown := getattr(drafter, "unknown_fields", None):
         yield Finding("remark", "", f"Of the drafter {about_unknown(unknown)}")
-    if hasattr(drafter, "get_memory_footprint") and (said := untrained(drafter.state_dict())):
+    if examined.has_weights and (said := untrained(drafter.state_dict())):
         text = f"Of the drafter {'; '.join(said)}. Load a complete checkpoint, or train it."
         yield Finding("problem", "untrained weights", text)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,18 +25,23 @@ _WITH_NAMES = ("command", "target", "date")  # of an environment, which a record
 def write_page(found: Diagnosis, target: PreTrainedModel, drafter: Drafter, folder: Path) -> None:
     """Write `doctor.md`, `record.json` and the pictures of what was measured into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    pictures: dict[str, Callable[[Axes], None]] = {}
-    if found.costs is not None:
-        pictures["costs"] = lambda axes: _draw_costs(found, axes)
-    if found.acceptance:
-        pictures["acceptance"] = lambda axes: _draw_acceptance(found, axes)
-    for name, draw in pictures.items():
+    pictures = []
+    for name, measured in (("costs", found.costs), ("acceptance", found.acceptance)):
+        if not measured:
+            continue
         figure = import_matplotlib()[0]((5.2, 3.4), dpi=150, layout="constrained")
-        draw(figure.add_subplot())
+        axes = figure.add_subplot()
+        if name == "costs":
+            _draw_costs(found, axes)
+        else:
+            axes.plot(range(1, len(found.acceptance) + 1), found.acceptance, "o-")
+            axes.set(xlabel="Draft position", ylabel="Accepted, share of rounds", ylim=(-0.03, 1.03))
+        axes.grid(alpha=0.25)
         figure.savefig(folder / f"{name}.png")
+        pictures.append(name)
     facts = record(found, target, drafter)
     (folder / "record.json").write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
-    (folder / "doctor.md").write_text(markdown(found, list(pictures)), encoding="utf-8")
+    (folder / "doctor.md").write_text(markdown(found, pictures), encoding="utf-8")
 
 
 def markdown(found: Diagnosis, pictures: list[str]) -> str:
@@ -87,37 +91,18 @@ def _draw_costs(found: Diagnosis, axes: Axes) -> None:
         return
     for name, each, style in (("eager", costs, "o-"), ("compiled", costs.compiled, "s--")):
         if each is not None:
-            axes.plot(
-                list(each.rounds),
-                [s / each.plain for s in each.rounds.values()],
-                style,
-                label=f"cost of verifying, {name}",
-            )
+            forwards = [seconds / each.plain for seconds in each.rounds.values()]
+            axes.plot(list(each.rounds), forwards, style, label=f"cost of verifying, {name}")
     if found.acceptance:
-        counts = range(len(found.acceptance) + 1)
-        axes.plot(
-            [1 + k for k in counts],
-            [1 + sum(found.acceptance[:k]) for k in counts],
-            "^-",
-            label="tokens that a round writes",
-        )
-        axes.plot(
-            [1 + k for k in counts[1:]],
-            [costs.break_even(k) for k in counts[1:]],
-            ":",
-            label="cost of verifying and drafting",
-        )
+        widths = range(1, len(found.acceptance) + 2)
+        written = [1 + sum(found.acceptance[: width - 1]) for width in widths]
+        axes.plot(widths, written, "^-", label="tokens that a round writes")
+        needed = [costs.break_even(width - 1) for width in widths[1:]]
+        axes.plot(widths[1:], needed, ":", label="cost of verifying and drafting")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set(
         xlabel=f"Tokens that a round verifies (context: {costs.context:,} tokens, batch: {costs.texts})",
         ylabel="Tokens, or forwards over one token",
     )
-    axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-
-
-def _draw_acceptance(found: Diagnosis, axes: Axes) -> None:
-    axes.plot(range(1, len(found.acceptance) + 1), found.acceptance, "o-")
-    axes.set(xlabel="Draft position", ylabel="Accepted, share of rounds", ylim=(-0.03, 1.03))
-    axes.grid(alpha=0.25)

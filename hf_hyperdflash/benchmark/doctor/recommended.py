@@ -16,7 +16,7 @@ from ...drafters.base import Drafter
 from ...targets.caches.protocols import RewindableCache
 from ...targets.registry import target_of
 from ...training.trials import Local, run
-from ..intervals import Interval, draw, interval
+from ..intervals import Interval, drawn_ratios, interval
 
 TEMPERATURES = (0.0, 1.0)
 _MOST_PROMPTS, _FEWEST_PROMPTS = 8, 2
@@ -31,9 +31,13 @@ class Timed(NamedTuple):
     speedup: Interval
     fastest: Interval  # speed of the fastest settings as a multiple of this one's
 
+    @property
+    def call(self) -> str:
+        """The settings as they are written in a call."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+
     def __str__(self) -> str:
-        text = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-        return f"`{text}` {self.speedup.value:.2f}x ({self.speedup.low:.2f} to {self.speedup.high:.2f})"
+        return f"`{self.call}` {self.speedup.value:.2f}x ({self.speedup.low:.2f} to {self.speedup.high:.2f})"
 
     @property
     def near(self) -> bool:
@@ -67,9 +71,7 @@ def time_settings(
 def ranked(tried: list[dict[str, int | str]], timed: np.ndarray) -> list[Timed]:
     """Rank settings by speedup. `timed` are tokens and seconds, `[prompts, 1 + settings, 2]`, the target alone
     first."""
-    tokens, seconds = timed[..., 0], timed[..., 1]
-    drawn = draw(len(tokens), np.random.default_rng(0))
-    rates = (drawn @ tokens) / (drawn @ seconds)
+    rates = drawn_ratios(timed[..., 0], timed[..., 1])
     speedups = rates[:, 1:] / rates[:, :1]
     ahead = speedups[:, [speedups[0].argmax()]] / speedups
     found = [Timed(*parts) for parts in zip(tried, map(interval, speedups.T), map(interval, ahead.T))]
@@ -87,11 +89,7 @@ def _settings(target: PreTrainedModel, drafter: Drafter) -> list[dict[str, int |
 
 
 def recommendation(timed: Sequence[Timed]) -> str:
-    """Describe the settings to begin with, and the reason.
-
-    Among settings that are faster than the target alone and not distinguishable from the fastest, `"auto"` is
-    recommended, or else the shortest to write.
-    """
+    """Describe the settings to begin with: of those that are as fast as the fastest, `"auto"`, or the shortest."""
     fastest = timed[0]
     faster = [each for each in timed if each.speedup.low > 1 and each.speedup.value >= _NOISE]
     if not faster:

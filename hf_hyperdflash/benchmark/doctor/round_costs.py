@@ -132,11 +132,6 @@ def measure_round_costs(
     """
     end = time.monotonic() + seconds
     most = getattr(target_of(target).config, "max_position_embeddings", None)
-    if context < 1 or texts < 1 or (most and context > most):
-        raise ValueError(
-            f"A context of {context} tokens in {texts} texts was asked for: expected at least 1 of each, and at most "
-            f"the {most} positions of the target."
-        )
     room = most - context if most else max(WIDTHS)
     widths = [width for width in WIDTHS if 2 * width <= max(room, 2)]
     ids = text.to(target.device).tile(1, -(-context // text.shape[1]))[:, :context].repeat(texts, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datasets
 import evaluate
 
+from hf_hyperdflash.benchmark.metrics import CITATION
 from hf_hyperdflash.decoding.stats import SpeculationStats
 
 _DESCRIPTION = """\
@@ -25,14 +26,6 @@ Examples:
     {'acceptance_length': 4.0, 'rounds': 3}
 """
 
-_CITATION = """\
-@misc{lin_hyperdflash,
-  title = {HyperDFlash: MHC-Aligned Block Speculative Decoding with Gated Residual Reduction},
-  author = {Lin, Luxi and Peng, Shuang and Ma, Rui and Hua, Junhao and Fan, Shuwei and Qin, Zhengda and Wang, Qiang and
-            Sun, Hongjian and Chen, Fangmin and Liu, Songwei}
-}
-"""
-
 
 class AcceptanceLength(evaluate.Metric):
     """Mean number of tokens per verification round (the paper's tau); see `.inputs_description`."""
@@ -40,7 +33,7 @@ class AcceptanceLength(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
             description=_DESCRIPTION,
-            citation=_CITATION,
+            citation=CITATION,
             inputs_description=_INPUTS,
             features=datasets.Features({"predictions": datasets.Value("int64")}),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datasets
 import evaluate
 
+from hf_hyperdflash.benchmark.metrics import CITATION
 from hf_hyperdflash.decoding.stats import SpeculationStats
 
 _DESCRIPTION = """\
@@ -28,14 +29,6 @@ Examples:
     {'acceptance': [0.75, 0.25, 0.0], 'conditional_acceptance': [0.75, 0.3333333333333333, 0.0]}
 """
 
-_CITATION = """\
-@misc{lin_hyperdflash,
-  title = {HyperDFlash: MHC-Aligned Block Speculative Decoding with Gated Residual Reduction},
-  author = {Lin, Luxi and Peng, Shuang and Ma, Rui and Hua, Junhao and Fan, Shuwei and Qin, Zhengda and Wang, Qiang and
-            Sun, Hongjian and Chen, Fangmin and Liu, Songwei}
-}
-"""
-
 
 class PerPositionAcceptance(evaluate.Metric):
     """Acceptance per draft position (the paper's Figure 1); see `.inputs_description`."""
@@ -43,7 +36,7 @@ class PerPositionAcceptance(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
             description=_DESCRIPTION,
-            citation=_CITATION,
+            citation=CITATION,
             inputs_description=_INPUTS,
             features=datasets.Features({"predictions": datasets.Value("int64")}),
         )

@@ -31,13 +31,12 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
-from hf_hyperdflash import load_drafter, load_target, load_tokenizer
+from hf_hyperdflash import capture_residual, load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.auto import acceptance, costs, policies
 from hf_hyperdflash.auto.policies import ChainPolicy, DraftingStats, FixedPolicy, Outcome
 from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
-from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.encoding import encode_prompts

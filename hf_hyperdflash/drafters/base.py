@@ -89,8 +89,8 @@ class Drafter:
 
     Attributes:
         config: The drafter's own, or the target's: `generate` compares vocabularies.
-        target_layer_ids: The layers whose residual streams it reads, as in [`~targets.registry.capture_residual`]; empty
-            for none.
+        target_layer_ids: The layers whose residual streams it reads, as in [`~targets.registry.capture_residual`];
+            empty for none.
         max_draft_tokens: The most tokens that one round can draft; `None` for any number.
         observer: Hears of what is generated with it, while it learns for example ([`adapt`]); `None` for nobody.
     """

@@ -9,13 +9,12 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind
+from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind, capture_residual
 from hf_hyperdflash.auto.costs import RoundCosts
 from hf_hyperdflash.auto.policies import BatchPolicy, DraftingStats, Probes, TreePolicy
 from hf_hyperdflash.decoding import bind as binding
 from hf_hyperdflash.decoding import continuation
 from hf_hyperdflash.decoding import loop as decoding
-from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of

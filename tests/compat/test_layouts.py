@@ -29,8 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from hf_hyperdflash import HyperDFlashDrafter, load_drafter
-from hf_hyperdflash.decoding.bind import capture_residual
+from hf_hyperdflash import HyperDFlashDrafter, capture_residual, load_drafter
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.targets.registry import target_of

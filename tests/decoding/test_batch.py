@@ -24,9 +24,8 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 from transformers.generation import stopping_criteria, utils
 
-from hf_hyperdflash import HyperDFlashDrafter, Observer, PromptLookupDrafter, bind
+from hf_hyperdflash import HyperDFlashDrafter, Observer, PromptLookupDrafter, bind, capture_residual
 from hf_hyperdflash.decoding import sequence
-from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.blocks.path import BlockPath
 from hf_hyperdflash.drafters.parts.heads import HEADS

@@ -16,8 +16,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind, unbind
-from hf_hyperdflash.decoding.bind import capture_residual
+from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind, capture_residual, unbind
 from hf_hyperdflash.decoding.request import MOST_NODES
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.sampling import DraftSampler

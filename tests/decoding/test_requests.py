@@ -24,8 +24,7 @@ from transformers import (
     WatermarkLogitsProcessor,
 )
 
-from hf_hyperdflash import bind
-from hf_hyperdflash.decoding.bind import capture_residual
+from hf_hyperdflash import bind, capture_residual
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.targets.caches.name import cache_of
 

@@ -9,8 +9,8 @@ from transformers import LogitsProcessorList
 from hf_hyperdflash import (
     Eagle3Drafter,
     SpecBlockDrafter,
+    capture_residual,
 )
-from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters import reading as reading_drafter
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.drafters.unrolled import drafter as unrolled_drafter

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LogitsProcessorList
 
-from hf_hyperdflash.decoding.bind import capture_residual
+from hf_hyperdflash import capture_residual
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.drafters.unrolled.drafter import UnrolledDrafter
 from hf_hyperdflash.targets.registry import target_of

@@ -10,9 +10,8 @@ from transformers import LogitsProcessorList, MuseGlimmerAssistantConfig, MuseGl
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 from typer.testing import CliRunner
 
-from hf_hyperdflash import HyperDFlashDrafter, load_drafter
+from hf_hyperdflash import HyperDFlashDrafter, capture_residual, load_drafter
 from hf_hyperdflash.cli.app import app
-from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import changed_fields, export_dflash

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import CompileConfig
 
+from hf_hyperdflash import bind, capture_residual, unbind
 from hf_hyperdflash.benchmark.doctor.config_variants import draft_every_round, variants
-from hf_hyperdflash.decoding.bind import bind, capture_residual, unbind
 from hf_hyperdflash.serving.sglang.config import SGLangConfig
 from hf_hyperdflash.serving.vllm.config import VLLMConfig
 from hf_hyperdflash.targets.registry import target_of

@@ -25,7 +25,7 @@ from ..helpers import families
 from ..helpers.families import qwen3
 from ..helpers.headed_drafters import headed
 from ..helpers.schedules import have_learned
-from ..helpers.tree_drafters import KeepsByContext, RandomChains
+from ..helpers.tree_drafters import RandomChains
 from ..helpers.unrolled import unrolled
 
 AUTO = {"num_assistant_tokens": "auto", "do_sample": False}
@@ -142,7 +142,7 @@ class RandomPolicy(BatchPolicy):
 def test_greedy_text_of_a_batch_is_the_targets_whatever_is_drafted(family, monkeypatch):
     """Also that of a drafter which sleeps and wakes: it has the whole of each row's residual then."""
 
-    class Listener(KeepsByContext, RandomChains):
+    class Listener(RandomChains):
         def propose_batch(self, target, wanted):
             for each in wanted:
                 told = torch.cat([following for *_, following in each.context.seen], dim=1)

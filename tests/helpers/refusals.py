@@ -25,3 +25,6 @@ class Refusal(NamedTuple):
         message = str(refused.value)
         assert [word for word in self.words if word not in message] == [], message
         assert message and "\n" not in message, message
+
+    def __str__(self) -> str:
+        return " ".join(self.words)

@@ -223,7 +223,8 @@ def _with_one_key(statement: Statement, key: str) -> Statement:
     node: Any = ast.parse(statement.text).body[0]
     pairs = [(name, value) for name, value in zip(node.value.keys, node.value.values) if ast.literal_eval(name) == key]
     node.value = ast.Dict([name for name, _ in pairs], [value for _, value in pairs])
-    return Statement(ast.unparse(node), *_uses(node))
+    text = ast.unparse(node) + ("" if pairs else "  # nothing of it is needed here")
+    return Statement(text, *_uses(node))
 
 
 def _ordered(files: dict[Path, set[int]]) -> list[Path]:

@@ -43,16 +43,17 @@ class PortableDrafter(PreTrainedModel):
         self.generation_config = GenerationConfig()  # which transformers reads of an assistant
 
     @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
         """Load the drafter as any model. transformers would fill in missing tensors at random: they are refused."""
-        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        name = pretrained_model_name_or_path
+        loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         drafter, info = loaded
         kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
         wrong = {kind: sorted(map(str, info[kind]))[:4] for kind in kinds}
         if any(wrong.values()):
-            raise ValueError(
-                f"The tensors of {args[0]} are not those of its configuration, expected all of them: {wrong}."
-            )
+            raise ValueError(f"{name} has other tensors than its configuration says, expected the same: {wrong}.")
         return (drafter, info) if output_loading_info else drafter
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]

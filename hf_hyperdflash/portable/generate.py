@@ -20,17 +20,18 @@ _loaded: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], PreTrai
 def generate(
     model: PreTrainedModel, assistant_model: PreTrainedModel | str | Path | None = None, **kwargs: Any
 ) -> Any:
-    """Generate with a drafter, or with the one of a folder, or of the repository that this file came from. The target
-    is bound for this one call. Arguments are those of `target.generate` and of `from_pretrained` (`_LOADING`)."""
+    """Generate with the drafter beside this file, or a loaded one; the target is bound for this one call. Arguments are
+    those of `target.generate` and of `from_pretrained` (`_LOADING`)."""
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
     drafter: Any = assistant_model
-    is_own = drafter is None or isinstance(drafter, (str, Path))  # which nobody else has bound
-    if is_own:
+    is_loaded_here = drafter is None or isinstance(drafter, (str, Path))  # then nobody else has bound it
+    if is_loaded_here:
         drafter = _drafter(model, str(drafter or ""), loading)
     with _BINDING:
-        calls, own = _calls.setdefault(model, {}), (type(model), vars(model).get("generate"))
+        # Binding changes the target's class (the package's drafter) or its `generate` (the one in this folder).
+        calls, before = _calls.setdefault(model, {}), (type(model), vars(model).get("generate"))
         drafter.bind(model)
-        is_bound_here = is_own or bool(calls) or own != (type(model), vars(model).get("generate"))
+        is_bound_here = is_loaded_here or bool(calls) or before != (type(model), vars(model).get("generate"))
         if is_bound_here:
             calls[drafter] = calls.get(drafter, 0) + 1
     try:
@@ -45,22 +46,21 @@ def generate(
 
 
 def _drafter(target: PreTrainedModel, repository: str, loading: dict[str, Any]) -> PreTrainedModel:
-    if not repository:
-        # The drafter of this commit: transformers calls this file
-        # `transformers_modules.ORG.NAME.COMMIT.custom_generate.generate`.
-        *_, owner, name, commit = __name__.removesuffix(".custom_generate.generate").split(".")[-4:]
-        if len(commit) != 40 or not owner:
-            raise ValueError(
-                "It is not known which drafter to use: of a folder on this machine pass the folder once more, "
-                '`target.generate(..., custom_generate="my-drafter", assistant_model="my-drafter", '
-                "trust_remote_code=True)`, or the drafter itself."
-            )
-        parts = (part.replace("_dot_", ".").replace("_hyphen_", "-") for part in (owner, name))
+    """Return the drafter beside this file, loaded once for each target."""
+    # transformers calls this file `transformers_modules.ORG.NAME.COMMIT.custom_generate.generate`.
+    _, *names, commit = __name__.removesuffix(".custom_generate.generate").split(".")
+    if len(commit) == 40 and not repository:
+        parts = (part.replace("_dot_", ".").replace("_hyphen_", "-") for part in names)
         repository = "/".join(part[1:] if part[:1] == "_" and part[1:2].isdigit() else part for part in parts)
         loading["revision"] = commit
+    elif not repository or not Path(repository).is_dir():  # nobody has allowed the code of another repository here
+        raise ValueError(
+            f"`assistant_model` is {repository or None!r}, expected a folder on this machine or a drafter: beside "
+            '`custom_generate="my-drafter"` pass `assistant_model="my-drafter"`, or `AutoModel.from_pretrained(...)`.'
+        )
     drafters, key = _loaded.setdefault(target, {}), (repository, loading.get("revision"))
     if key not in drafters:
         head = cast(Any, target.get_output_embeddings()).weight
         drafter = AutoModel.from_pretrained(repository, trust_remote_code=True, dtype=head.dtype, **loading)
-        drafters[key] = drafter.to(head.device).eval()
+        drafters[key] = (drafter if head.is_meta else drafter.to(head.device)).eval()  # meta: offloaded
     return drafters[key]

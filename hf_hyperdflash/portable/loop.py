@@ -71,10 +71,8 @@ class Drafts:
         `[1, 1]`."""
         scores = self.processors(cast(Any, self.ids), cast(Any, logits.to(self.ids.device, torch.float32)))
         if self.do_sample:
-            q = scores.softmax(-1).nan_to_num(
-                1 / scores.shape[-1]
-            )  # where processors leave nothing to draft, anything
-            self.q.append(q[0])
+            # Where processors leave nothing to draft, anything.
+            self.q.append(scores[0].softmax(-1).nan_to_num(1 / scores.shape[-1]))
             token = torch.multinomial(self.q[-1][None], 1)
         else:
             token = scores.argmax(-1, keepdim=True)
@@ -103,9 +101,9 @@ def speculative_decoding(
     and the request's streamer, which transformers keeps from a custom function under its usual name.
     """
     cache, config = model_kwargs.pop(CACHE_NAME, None), generation_config
-    check_request(input_ids, config, cache, model_kwargs)
     text = Text(input_ids, model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None))
-    check_restart(target.config, text.end, config.max_length - text.padding, 0)
+    check_request(text, config, cache, model_kwargs)
+    check_restart(target.config, text.ids.shape[1], config.max_length, text.padding)
     switch, do_sample = rope_switch_of(target.config), bool(config.do_sample)
     context, stats = drafter.new_context(), Stats()
     drafter.last_stats = stats
@@ -132,15 +130,16 @@ def speculative_decoding(
         if stop < text.end:
             extend_context(read, start, stop)
             start = stop
-    rewind, drafts, width, finished = Rewind(cache), Drafts(text.ids, logits_processor, do_sample), 0, False
+    rewind, drafts, finished = Rewind(cache), Drafts(text.ids, logits_processor, do_sample), False
+    width = 0  # of a round: the anchor and its drafts; the prompt's forward was none
     while True:
         # Accept, token by token: processors and criteria see each text once and in order, as without drafts.
         logits = outputs.logits[:, -1 - drafts.count :].to(text.ids.device, torch.float32)
-        proposed, written, is_draft = drafts.tokens, 0, True
-        while is_draft and not finished:
+        proposed, written, is_accepted = drafts.tokens, 0, True
+        while is_accepted and not finished:  # the token after the last accepted draft is the target's own
             raw = logits[:, written]
             scores = logits_processor(cast(Any, text.ids), cast(Any, raw.clone()))
-            token, is_draft = next_token(scores[0], proposed[written:], drafts.q[written:], do_sample)
+            token, is_accepted = next_token(scores[0], proposed[written:], drafts.q[written:], do_sample)
             text.append(token)
             written += 1
             for name, values in (("scores", scores), ("logits", raw)):
@@ -152,9 +151,9 @@ def speculative_decoding(
         stats.tokens += written
         if width > 1:
             stats.rounds += 1
-            stats.accepted.append(written - (not is_draft))
+            stats.accepted.append(written - (not is_accepted))  # a text may end on a draft
         if width:
-            # The anchor and the accepted drafts stay in the cache, but never the text's last token.
+            # The anchor and the accepted drafts stay in the cache: as many tokens as were written after the anchor.
             stop = start + written
             if rewind.keep(written, width):
                 forward(text.unpadded, start, stop)
@@ -182,8 +181,9 @@ def speculative_decoding(
         text_streamer.end()
     if not config.return_dict_in_generate:
         return text.ids
-    kept = {name: tuple(values) if values else None for name, values in shown.items()}
-    return GenerateDecoderOnlyOutput(sequences=text.ids, **kept, **{CACHE_NAME: cache})  # type: ignore[arg-type]
+    kept: dict[str, Any] = {name: tuple(values) if values else None for name, values in shown.items()}
+    kept[CACHE_NAME] = None if text.padding else cache  # padding is in the text and not in the cache: no turn fits
+    return GenerateDecoderOnlyOutput(sequences=text.ids, **kept)  # type: ignore[arg-type]
 
 
 def next_token(scores: torch.Tensor, drafts: list[int], q: list[torch.Tensor], do_sample: bool) -> tuple[int, bool]:
@@ -259,17 +259,19 @@ class Text:
         return positions[0] if positions.ndim == 3 else positions
 
 
-def check_request(ids: torch.Tensor, config: GenerationConfig, cache: Any, model_kwargs: dict[str, Any]) -> None:
+def check_request(text: Text, config: GenerationConfig, cache: Any, model_kwargs: dict[str, Any]) -> None:
     """Raise a `ValueError` of one line if this loop cannot do what is asked."""
-    if ids.shape[0] > 1:
-        raise ValueError(f"{ids.shape[0]} texts were asked for, and the code in this folder writes one: {INSTALL}.")
+    if len(text.ids) > 1:
+        raise ValueError(f"{len(text.ids)} texts were asked for, and the code in this folder writes one: {INSTALL}.")
     if cache is None:
         raise ValueError("`use_cache` is False, expected True: drafts are verified with a cache.")
     if type(cache) is not DynamicCache:
         raise ValueError(f"The cache is a {type(cache).__name__}, expected a DynamicCache: for others {INSTALL}.")
-    if ids.shape[1] <= cache.get_seq_length():
-        have = f"The cache holds {cache.get_seq_length()} tokens and the text has {ids.shape[1]}"
-        raise ValueError(f"{have}, expected the whole text with at least one new token.")
+    held = cache.get_seq_length()
+    if text.padding and held:
+        raise ValueError(f"The text has {text.padding} of padding beside its cache, expected none: or {INSTALL}.")
+    if text.end <= held:
+        raise ValueError(f"The cache holds {held} tokens and the text has {text.end}, expected at least one more.")
     for name in ("inputs_embeds", "pixel_values", "input_features"):
         if model_kwargs.get(name) is not None:
             raise ValueError(f"`{name}` was passed, expected text alone, as `input_ids`: leave the drafter out.")
@@ -284,14 +286,14 @@ class BoundGenerate:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.target = model, Target(model)
-        self.plain: Any = model.generate
-        # What a model has that brings its own.
-        self.before = {name: value for name, value in vars(model).items() if name == "generate"}
+        self.original: Any = model.generate
+        # Usually a method of the class; a model that brings a `custom_generate` has it as its own attribute.
+        self.own_attribute = {name: value for name, value in vars(model).items() if name == "generate"}
         self.drafters: WeakSet[Any] = WeakSet()
         self.default: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs = {**dict(zip(inspect.signature(self.plain).parameters, args)), **kwargs}
+        kwargs = {**dict(zip(inspect.signature(self.original).parameters, args)), **kwargs}
         given = kwargs.get("generation_config")
         configs = [config for config in (given, self.model.generation_config) if config is not None]
 
@@ -302,7 +304,7 @@ class BoundGenerate:
         ways = [name for name in OTHER_WAYS if setting(name)] + ["num_beams"] * ((setting("num_beams") or 1) > 1)
         drafter: Any = kwargs.get("assistant_model", None if ways else self.default)
         if not hasattr(drafter, "draft") or kwargs.get("custom_generate") is not None:
-            return self.plain(**kwargs)
+            return self.original(**kwargs)
         if ways:
             raise ValueError(f"`{ways[0]}` is {setting(ways[0])!r} beside a drafter: leave one of the two out.")
         for name, what in WITHOUT_THE_PACKAGE.items():
@@ -322,10 +324,13 @@ class BoundGenerate:
                 raise ValueError("`stop_strings` need `tokenizer`, expected the target's tokenizer beside them.")
             criterion = StopStringCriteria(stop_strings=stops, tokenizer=tokenizer)
             kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), criterion])
-            if kwargs.pop("stop_strings", None) is None:
-                kwargs["generation_config"] = copy.copy(configs[0] if configs[0].stop_strings else configs[-1])
+            kwargs.pop("stop_strings", None)
+            if getattr(given, "stop_strings", None):
+                kwargs["generation_config"] = copy.copy(given)
                 kwargs["generation_config"].stop_strings = None
-        return self.plain(custom_generate=speculative_decoding, **own, **kwargs)
+            if self.model.generation_config.stop_strings:  # which fills in what the caller's leaves open
+                kwargs["stop_strings"] = None
+        return self.original(custom_generate=speculative_decoding, **own, **kwargs)
 
     def release_if_unused(self) -> None:
         """Give the target back as it was, unless a drafter is bound to it."""
@@ -333,4 +338,4 @@ class BoundGenerate:
             for handle in self.target.handles:
                 handle.remove()
             vars(self.model).pop("generate", None)
-            vars(self.model).update(self.before)
+            vars(self.model).update(self.own_attribute)

@@ -59,8 +59,7 @@ class Target:
         if trunk is None:
             raise ValueError(f"The target is a {type(model).__name__}, expected a causal LM with `layers`.")
         if not CACHE_NAME:
-            version = f"transformers {transformers.__version__}"
-            raise ValueError(f"{version} has a name for the cache that this file does not know: {INSTALL}.")
+            raise ValueError(f"transformers {transformers.__version__} names its cache in another way: {INSTALL}.")
         self.trunk, self.layers = trunk, trunk.layers
         bare = getattr(trunk, "hc_head_fn", getattr(model, "hc_head_fn", None))  # DeepSeek's own code
         streams = getattr(self.config, "hc_mult", getattr(self.config, "hc_count", 1))
@@ -93,7 +92,7 @@ class Target:
             read[index] = states.unflatten(2, (self.streams, -1)) if states.ndim == 3 else states
 
     def _keep_input(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        self._keep(EMBEDDINGS, layer, args, args[0] if args else kwargs["hidden_states"])
+        self._keep(EMBEDDINGS, layer, args, args[0] if args else kwargs.get("hidden_states"))
 
     # Embedding and LM head, which the drafter shares
 
@@ -146,7 +145,7 @@ class Target:
             kwargs: `generate`'s other arguments for the model.
         """
         prepare = cast(Any, self.model).prepare_inputs_for_generation
-        known = {cache_name(prepare): cache, "position_ids": positions, **kwargs}
+        known = {cache_name(prepare) or CACHE_NAME: cache, "position_ids": positions, **kwargs}
         inputs = prepare(ids, next_sequence_length=count, is_first_iteration=count == ids.shape[1], **known)
         given = {name: value for name, value in inputs.items() if name not in CACHE_NAMES}
         given[cache_name(self.model.forward) or CACHE_NAME] = cache
@@ -204,7 +203,7 @@ class Rewind:
         self.can_crop = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
         if self.can_crop:
             self.record(True)
-            cache.crop(0)
+            cache.crop(0)  # removes no token (a negative number removes some): windows let go of what has left them
 
     def record(self, is_on: bool) -> None:
         """Let sliding windows keep what leaves them, until the next crop."""

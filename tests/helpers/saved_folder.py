@@ -126,6 +126,11 @@ def promises(folder: Path) -> dict[str, Any]:
     padded = torch.cat([torch.zeros_like(ids[:, :3]), ids], dim=1)
     mask = (torch.arange(padded.shape[1]) >= 3).long()[None]
     told["padding"] = torch.equal(written(padded, attention_mask=mask, **greedy)[:, 3:], plain)
+    with_padding = target.generate(padded, attention_mask=mask, return_dict_in_generate=True, **greedy)
+    padded_cache = getattr(with_padding, name)
+    padded_whole = dict(attention_mask=torch.nn.functional.pad(mask, (0, 25), value=1), **greedy)
+    shown = written(padded, attention_mask=mask, return_dict_in_generate=True, **greedy)
+    told["no cache of a padded text"] = getattr(shown, name) is None
 
     gap = dict(attention_mask=(torch.arange(13) != 5).long()[None], **greedy)
     told["a gap"] = torch.equal(written(ids, **gap), plain_generate(ids, **gap))
@@ -182,11 +187,15 @@ def promises(folder: Path) -> dict[str, Any]:
         "several of one": lambda: written(ids, do_sample=True, num_return_sequences=2, max_new_tokens=4),
         "static": lambda: written(ids, cache_implementation="static", **greedy),
         "learning": lambda: drafter.adapt(target),
+        "a cache with padding": lambda: written(
+            torch.cat([with_padding.sequences, ids[:, :1]], dim=1), **{name: padded_cache}, **padded_whole
+        ),
         "hidden states": lambda: written(ids, output_hidden_states=True, return_dict_in_generate=True, **greedy),
         # These the package does not do either.
         "(beams)": lambda: written(ids, num_beams=2, **greedy),
         "(none)": lambda: written(ids, num_assistant_tokens=0, **greedy),
         "(no cache)": lambda: written(ids, use_cache=False, **greedy),
+        "(code of others)": lambda: target.generate(ids, **recipe | {"assistant_model": "org/other"}),
     }.items():
         try:
             call()
@@ -216,13 +225,21 @@ def stopped(folder: Path) -> dict[str, Any]:
     asked = [
         dict(stop_strings=text, **greedy),
         dict(generation_config=GenerationConfig(stop_strings=[text], **greedy)),
+        dict(generation_config=GenerationConfig(**greedy)),  # with stop strings of the target's own
     ]
-    plain = [target.generate(ids, tokenizer=tokenizer, **options).tolist() for options in asked]
+
+    def texts(**options: Any) -> list[Any]:
+        written = []
+        for number, each in enumerate(asked):
+            target.generation_config.stop_strings = [text] if number == 2 else None
+            written.append(target.generate(ids, tokenizer=tokenizer, **options, **each).tolist())
+        return written
+
+    plain = texts()
     drafter.bind(target)
-    options = dict(assistant_model=drafter, tokenizer=tokenizer)
     return {
         "plain": plain,
-        "drafted": [target.generate(ids, **options, **each).tolist() for each in asked],
+        "drafted": texts(assistant_model=drafter),
         "rounds": drafter.last_stats.rounds,
     }
 

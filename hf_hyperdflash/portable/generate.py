@@ -20,7 +20,7 @@ _loaded: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], PreTrai
 def generate(
     model: PreTrainedModel, assistant_model: PreTrainedModel | str | Path | None = None, **kwargs: Any
 ) -> Any:
-    """Generate with the drafter beside this file, or a loaded one; the target is bound for this one call. Arguments are
+    """Generate with the drafter beside this file or a loaded one; the target is bound for this one call. Arguments are
     those of `target.generate` and of `from_pretrained` (`_LOADING`)."""
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
     drafter: Any = assistant_model

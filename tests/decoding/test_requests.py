@@ -153,6 +153,7 @@ REQUESTS = {
         **SHOWN, "repetition_penalty": 1.2, "eos_token_id": written[7], "pad_token_id": 9,
     },
     **{f"an end token at {at}": lambda written, at=at: {"eos_token_id": [written[at], 1]} for at in (0, 2, 5, 10)},
+    "end tokens in a tensor": lambda written: {"eos_token_id": torch.tensor([1, 2, written[7]])},  # no row for a text
     **{f"a criterion at {at}": lambda written, at=at: {"stopping_criteria": [StopsAfter(at)]} for at in (1, 4, 9)},
     **{f"a stop string at {at}": lambda written, at=at: stop_strings(written, at) for at in (3, 7, 10)},
 }  # fmt: skip

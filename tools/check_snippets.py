@@ -126,30 +126,28 @@ def run_pages(folder: Path) -> None:
 
 
 def run_recipe() -> None:
-    """The recipe's drafter by its own test, and its excerpt, which is the end of a `propose`."""
+    """The recipe's drafter, and its excerpt, which is the end of a `propose`: greedy text is the target's."""
     import torch
 
     from hf_hyperdflash import Drafter
     from hf_hyperdflash.trees.growth import DraftStep
     from tests.conftest import prompt, tiny_target
 
-    written, excerpt, tested = map(dedent, snippets(ROOT / "docs" / "extending" / "drafter.md"))
+    written, excerpt = map(dedent, snippets(ROOT / "docs" / "extending" / "drafter.md"))
     module = sys.modules["hf_hyperdflash.drafters.without_weights.NAME"] = ModuleType("NAME")
     vars(module)["__package__"] = "hf_hyperdflash.drafters.without_weights"
     exec(written, vars(module))
-    exec(tested, names := {"__package__": "tests.drafters"})
-    (options,) = names["test_greedy_text_is_the_targets"].pytestmark
-    for each in options.args[1]:
-        names["test_greedy_text_is_the_targets"](each)
     target, made = tiny_target(), {}
     given = {"DraftStep": DraftStep, "logits": torch.randn(1, target.config.vocab_size)}
     body = indent(excerpt, "    ")
     exec(f"def propose(self, target, context, ids, position_ids, count, sampler):\n{body}", given, made)
-    drafter = type("Excerpt", (Drafter,), {"propose": made["propose"], "config": target.config})()
+    drafters = [vars(module)["LastTokenDrafter"](target)]
+    drafters.append(type("Excerpt", (Drafter,), {"propose": made["propose"], "config": target.config})())
     plain = target.generate(prompt(9), do_sample=False, max_new_tokens=8)
-    drafter.bind(target)
-    text = target.generate(prompt(9), do_sample=False, max_new_tokens=8, assistant_model=drafter)
-    assert torch.equal(text, plain) and drafter.last_stats.nodes
+    for drafter in drafters:
+        drafter.bind(target)
+        text = target.generate(prompt(9), do_sample=False, max_new_tokens=8, assistant_model=drafter)
+        assert torch.equal(text, plain) and drafter.last_stats.nodes
 
 
 def run_first_text() -> None:

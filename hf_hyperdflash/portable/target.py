@@ -59,7 +59,7 @@ class Target:
         if trunk is None:
             raise ValueError(f"The target is a {type(model).__name__}, expected a causal LM with `layers`.")
         if not CACHE_NAME:
-            raise ValueError(f"transformers {transformers.__version__} names its cache in another way: {INSTALL}.")
+            raise ValueError(f"transformers {transformers.__version__} has another name for the cache: {INSTALL}.")
         self.trunk, self.layers = trunk, trunk.layers
         bare = getattr(trunk, "hc_head_fn", getattr(model, "hc_head_fn", None))  # DeepSeek's own code
         streams = getattr(self.config, "hc_mult", getattr(self.config, "hc_count", 1))

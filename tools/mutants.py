@@ -201,6 +201,9 @@ def run_tests(tests: list[str], which: str, seconds: float, folder: str) -> str:
     failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if failed and done.returncode == 1:
         return failed[0]
+    broken_files = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("ERROR tests/")]
+    if broken_files and "ERROR collecting tests/" in done.stdout:  # its tables already run the package
+        return broken_files[0]
     is_hanging = "Timeout (" in done.stderr  # as faulthandler says
     return "a test hangs" if is_hanging else f"not judged: pytest ended with status {done.returncode}"
 

@@ -62,7 +62,10 @@ def first_words(path: Path) -> str:
 
 def main() -> int:
     if "--check" in sys.argv:
-        return int(rooms() != PAGE.read_text(encoding="utf-8"))
+        is_stale = rooms() != PAGE.read_text(encoding="utf-8")
+        if is_stale:
+            print(f"{PAGE.name} is not what the code says: run `python docs/draw_rooms.py`.", file=sys.stderr)
+        return int(is_stale)
     PAGE.write_text(rooms(), encoding="utf-8")
     return 0
 

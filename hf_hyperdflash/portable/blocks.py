@@ -9,22 +9,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..drafters.blocks.modeling_hyperdflash import HyperDFlashNetwork
 from ..drafters.parts.block_attention import FULL, SLIDING, AttentionSpan
-from ..drafters.parts.heads import HEADS, ConfidenceHead, SequentialHead
+from ..drafters.parts.heads import HEADS, SequentialHead
 from ..drafters.parts.layers import (
     ContextLayer,
-    DrafterRMSNorm,
-    HyperDFlashLayer,
-    HyperDFlashRotaryEmbedding,
     KeysValues,
     block_inputs,
 )
-from ..drafters.parts.reducers import REDUCERS
 from .drafter import PortableDrafter
 from .loop import Drafts
 from .target import Target
 
-CONFIDENCE_HEADS = {"True": ConfidenceHead}
 NO_CANDIDATE = 1e4  # below the others: such tokens are chosen only where processors leave no candidate
 
 
@@ -89,15 +85,15 @@ class BlockDrafter(PortableDrafter):
         layers: Called with a block's states, the feature of what is new to the context, the rotary embedding of both,
             the context and the mask; `keys_values` are of the feature alone.
         reduce: Returns the feature of tokens, `[1, seq, config.hidden_size]`, from their residual streams.
-        begin: Returns the input of the first layer from a block's embeddings.
-        end: Returns the heads' input from the output of the last layer.
+        _begin: Returns the input of the first layer from a block's embeddings.
+        _end: Returns the heads' input from the output of the last layer.
     """
 
     layers: nn.ModuleList
     max_draft_tokens: int
     reduce: Callable[[torch.Tensor], torch.Tensor]
-    begin: Callable[[torch.Tensor], torch.Tensor]
-    end: Callable[[torch.Tensor], torch.Tensor]
+    _begin: Callable[[torch.Tensor], torch.Tensor]
+    _end: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -140,7 +136,7 @@ class BlockDrafter(PortableDrafter):
     ) -> torch.Tensor:
         """Run a block after the context, and add what is pending. Return its states, `[1, block_size, ...]`."""
         block, positions = block_inputs(anchor, position, self.config.block_size, self.config.mask_token_id)
-        hidden, positions = self.begin(target.embed(block).to(self.device, self.dtype)), positions.to(self.device)
+        hidden, positions = self._begin(target.embed(block).to(self.device, self.dtype)), positions.to(self.device)
         feature, new = None, 0
         if context.pending is not None:
             residual, before = context.pending
@@ -152,7 +148,7 @@ class BlockDrafter(PortableDrafter):
                 masks[span] = self.attention_mask(mask, hidden.dtype)
             hidden = layer(hidden, feature, rotary, context.layer(index, new), masks[span])
         context.pending = None
-        return self.end(hidden)
+        return self._end(hidden)
 
     def draft(
         self, target: Target, context: Any, anchor: torch.Tensor, position: torch.Tensor, count: int, drafts: Drafts
@@ -217,7 +213,7 @@ class BlockDrafter(PortableDrafter):
         return states
 
 
-class HyperDFlashDrafter(BlockDrafter):
+class HyperDFlashDrafter(HyperDFlashNetwork, BlockDrafter):
     """A block of tokens in one pass from the target's pre-collapse residual."""
 
     config_class = HyperDFlashConfig
@@ -226,47 +222,7 @@ class HyperDFlashDrafter(BlockDrafter):
     _supports_sdpa = _supports_attention_backend = True
     _keep_in_fp32_modules_strict = ["hc_gate"]
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        width, outer = config.hidden_size, config.target_hidden_size
-        for name, module in REDUCERS[config.reducer].modules(config).items():
-            self.add_module(name, module)
-        self.hidden_norm = DrafterRMSNorm(width, eps=config.rms_norm_eps)
-        if config.mask_token_id is None:
-            self.mask_embedding = nn.Embedding(1, width)
-        self.embed_proj = self.head_proj = None  # where the target is as wide
-        if width != outer:
-            self.embed_proj, self.head_proj = nn.Linear(outer, width, bias=False), nn.Linear(width, outer, bias=False)
-        self.layers = nn.ModuleList(HyperDFlashLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = DrafterRMSNorm(width, eps=config.rms_norm_eps)
-        if config.draft_vocab_size:
-            self.lm_head = nn.Linear(outer, config.draft_vocab_size, bias=False)
-            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # of the target's vocabulary
-        memory = 0
-        if config.sequential_head != "none":
-            head = HEADS[config.sequential_head](config)
-            self.add_module(head.key, head)
-            memory = head.memory_size if config.confidence_reads_token else 0
-        for kind in CONFIDENCE_HEADS.values() if config.confidence_head else ():  # which chains do not ask
-            self.confidence_head = kind(config, memory)
-        self.rotary_emb = HyperDFlashRotaryEmbedding(config)
-        self.post_init()
-
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the layers; a gate is always float32."""
-        return self.norm.weight.dtype
-
-    def reduce(self, residual: torch.Tensor) -> torch.Tensor:
-        return self.hidden_norm(REDUCERS[self.config.reducer].reduce(self, residual, self.dtype))
-
-    def begin(self, embeds: torch.Tensor) -> torch.Tensor:
-        hidden = embeds if self.embed_proj is None else self.embed_proj(embeds)
-        if self.config.mask_token_id is not None:
-            return hidden
-        mask = self.mask_embedding.weight.expand(hidden.shape[1] - 1, -1)[None]
-        return torch.cat([hidden[:, :1], mask], dim=1)
-
-    def end(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(hidden)
-        return hidden if self.head_proj is None else self.head_proj(hidden)
+        return cast(Any, self).norm.weight.dtype

@@ -16,10 +16,9 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4RotaryEmbedding,
 )
 
-from ..drafters.deepseek_v4.modeling_dspark import DSparkLayer
+from ..drafters.deepseek_v4.modeling_dspark import DSparkNetwork
 from ..drafters.deepseek_v4.modeling_mtp import sliding_mask
 from ..drafters.parts.block_attention import AttentionSpan
-from ..drafters.parts.heads import ConfidenceHead, MarkovHead
 from .blocks import BlockDrafter
 from .drafter import PortableDrafter
 from .loop import Drafts
@@ -56,7 +55,7 @@ class DeepseekV4MTPConfig(DeepseekV4Config):
     target_model_type = "deepseek_v4"
 
 
-class DeepseekV4DSparkDrafter(BlockDrafter, DeepseekV4PreTrainedModel):
+class DeepseekV4DSparkDrafter(DSparkNetwork, BlockDrafter, DeepseekV4PreTrainedModel):
     """A block in one pass over V4 blocks, conditioned on means over the streams of a few of the target's layers."""
 
     config_class = DeepseekV4DSparkConfig
@@ -65,39 +64,9 @@ class DeepseekV4DSparkDrafter(BlockDrafter, DeepseekV4PreTrainedModel):
     _keep_in_fp32_modules_strict = [*(DeepseekV4PreTrainedModel._keep_in_fp32_modules_strict or ()), "main_norm"]
     _keys_to_ignore_on_load_unexpected: list[str] = []
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        width, layers = config.hidden_size, len(config.target_layer_ids)
-        self.main_proj = nn.Linear(layers * width, width, bias=False)
-        self.main_norm, self.norm = (DeepseekV4RMSNorm(width, config.rms_norm_eps) for _ in range(2))
-        self.layers = nn.ModuleList(DSparkLayer(config, index) for index in range(config.num_hidden_layers))
-        self.hc_head = DeepseekV4HyperHead(config)
-        self.markov_head = MarkovHead(config)
-        self.confidence_head = ConfidenceHead(config, config.head_rank, bias=False)
-        self.rotary_emb = DeepseekV4RotaryEmbedding(config)
-        self.post_init()
-
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return True  # transformers looks for the experts' decorator in the source of this file
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the layers, except of those that V4 keeps in float32."""
-        return self.main_proj.weight.dtype
-
-    def reduce(self, residual: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        means = residual.to(self.dtype).unflatten(2, (-1, self.config.hc_mult)).mean(3)
-        return self.main_norm(self.main_proj(means.flatten(2)))
-
-    def begin(self, embeds: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return embeds.unsqueeze(2).repeat(1, 1, self.config.hc_mult, 1)
-
-    def end(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return self.hc_head(hidden)
-
-    def lm_head_input(self, states: torch.Tensor) -> torch.Tensor:
-        return self.norm(states)
 
     def rotary(self, like: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.rotary_emb(like, position_ids=position_ids, layer_type="main")

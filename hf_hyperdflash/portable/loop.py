@@ -278,11 +278,7 @@ def check_request(text: Text, config: GenerationConfig, cache: Any, model_kwargs
 
 
 class BoundGenerate:
-    """`target.generate` while a drafter is bound to the target: drafts for calls that name a drafter.
-
-    Args:
-        model: The target.
-    """
+    """`target.generate` while a drafter is bound to the target: drafts for calls that name a drafter."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.target = model, Target(model)

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 
-from ..drafters.blocks.modeling_medusa import ResidualBlock
+from ..drafters.blocks.modeling_medusa import medusa_heads
 from .drafter import PortableDrafter
 from .loop import Drafts
 from .target import Target
@@ -29,10 +28,9 @@ class MedusaDrafter(PortableDrafter):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        width, self.max_draft_tokens = config.hidden_size, config.medusa_num_heads
-        for k in range(config.medusa_num_heads):  # "0", "1", ...: what the published files call them
-            blocks = [ResidualBlock(width) for _ in range(config.medusa_num_layers)]
-            self.add_module(str(k), nn.Sequential(*blocks, nn.Linear(width, config.vocab_size, bias=False)))
+        self.max_draft_tokens = config.medusa_num_heads
+        for name, head in medusa_heads(config).items():
+            self.add_module(name, head)
         self.post_init()
 
     def new_context(self) -> Any:

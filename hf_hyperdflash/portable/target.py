@@ -104,12 +104,8 @@ class Target:
         return embeds * getattr(self.config, "embedding_multiplier", 1.0) if scales else embeds
 
     def logits(self, states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Return logits from what the LM head reads, of all tokens or of `ids` alone.
-
-        Args:
-            states: `[..., config.hidden_size]`; with `ids`, `[batch, config.hidden_size]`.
-            ids: `[batch, tokens]`.
-        """
+        """Return logits from what the LM head reads, `[..., config.hidden_size]`, of all tokens; or from `[batch,
+        config.hidden_size]` those of the tokens `ids` `[batch, tokens]` alone."""
         head = cast(nn.Linear, self.model.get_output_embeddings())
         weight = head.weight
         is_plain = not weight.is_meta and weight.dtype.is_floating_point and weight.dtype.itemsize > 1
@@ -139,11 +135,7 @@ class Target:
         **kwargs: Any,
     ) -> Any:
         """Run the last `count` of the tokens `ids` `[1, seq]`, whose positions are given; the others are in the cache.
-
-        Args:
-            is_round: Whether these are tokens that plain decoding would run one by one.
-            kwargs: `generate`'s other arguments for the model.
-        """
+        In a round they are tokens that plain decoding would run one by one."""
         prepare = cast(Any, self.model).prepare_inputs_for_generation
         known = {cache_name(prepare) or CACHE_NAME: cache, "position_ids": positions, **kwargs}
         inputs = prepare(ids, next_sequence_length=count, is_first_iteration=count == ids.shape[1], **known)
@@ -192,11 +184,7 @@ class Rewind:
     """Takes rejected tokens out of a cache again.
 
     Keys and values are cropped. A running state (linear attention, Mamba, the compressors of DeepSeek-V4) has nothing
-    that could be cut off: it is copied before a forward, and the tokens that stay run again from the copy.
-
-    Args:
-        cache: The target's.
-    """
+    that could be cut off: it is copied before a forward, and the tokens that stay run again from the copy."""
 
     def __init__(self, cache: DynamicCache) -> None:
         self.cache, self._before = cache, [dict[str, Any]()]

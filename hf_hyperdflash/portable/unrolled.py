@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,11 +17,9 @@ from transformers import PreTrainedConfig
 
 from ..drafters.parts.layers import (
     ContextLayer,
-    DrafterRMSNorm,
-    HyperDFlashRotaryEmbedding,
     KeysValues,
 )
-from ..drafters.parts.reducers import REDUCERS
+from ..drafters.unrolled.drafter import UnrolledNetwork
 from ..drafters.unrolled.modeling_eagle3 import Eagle3Network
 from ..drafters.unrolled.modeling_specblock import SpecBlockNetwork
 from .drafter import PortableDrafter
@@ -78,7 +76,7 @@ class EntryContext:
         return ahead
 
 
-class UnrolledDrafter(PortableDrafter):
+class UnrolledDrafter(UnrolledNetwork, PortableDrafter):
     """The base of drafters of entries.
 
     Attributes:
@@ -95,22 +93,10 @@ class UnrolledDrafter(PortableDrafter):
     draft_ids: torch.Tensor
     _begin: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        for name, module in REDUCERS[config.reducer].modules(config).items():
-            self.add_module(name, module)
-        self.norm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if config.draft_vocab_size:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # of the target's vocabulary
-        self.rotary_emb = HyperDFlashRotaryEmbedding(config)
-
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the layers; a gate is always float32."""
-        return self.norm.weight.dtype
+        return cast(Any, self).norm.weight.dtype
 
     @property
     def max_draft_tokens(self) -> int:  # type: ignore[override]
@@ -119,18 +105,6 @@ class UnrolledDrafter(PortableDrafter):
     def layers_read(self, target: Target) -> Sequence[int]:
         count = len(target.layers)
         return [1, count // 2 - 1, count - 4] if self.config.usual_layers else self.config.target_layer_ids
-
-    def condition(self, residual: torch.Tensor) -> torch.Tensor:
-        """Return what first blocks are conditioned on, from the target's residual streams."""
-        return REDUCERS[self.config.reducer].reduce(self, residual, self.dtype)
-
-    def _between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the input of layer `index` from the output of the layer before it."""
-        return hidden
-
-    def next_condition(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the condition of a later block from the states that it continues."""
-        return states
 
     def run(
         self, target: Target, context: EntryContext, condition: torch.Tensor, ids: torch.Tensor, first: torch.Tensor

@@ -21,7 +21,7 @@ from hf_hyperdflash.drafters.unrolled.rank_growth import BlockStep, grow_blocks
 from hf_hyperdflash.trees.growth import ACCEPTED, Admission, level_sizes
 
 from ..helpers.draft_trees import SAMPLING_RULES, steps_by
-from ..helpers.enumerated_draws import every_outcome
+from ..helpers.enumerated_draws import assert_law_is_the_targets, every_outcome
 
 IDS = torch.tensor([[1, 0]])
 
@@ -173,16 +173,6 @@ def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, bu
         law[text] += probability
     assert widest > 1 if least is None else most < budget
     assert_law_is_the_targets(law, p_after)
-
-
-def assert_law_is_the_targets(law, p_after) -> None:
-    assert sum(law.values()) == pytest.approx(1)
-    for prefix in {text[:at] for text in law for at in range(len(text))}:
-        reached = sum(mass for text, mass in law.items() if text[: len(prefix)] == prefix and len(text) > len(prefix))
-        for token, p in enumerate(p_after(prefix).tolist()):
-            written = (*prefix, token)
-            mass = sum(mass for text, mass in law.items() if text[: len(written)] == written)
-            assert mass == pytest.approx(reached * p, abs=1e-6)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])

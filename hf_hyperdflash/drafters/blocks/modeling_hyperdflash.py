@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from ...targets.mask_token import find_mask_token
 from ...targets.registry import target_of
 from ...targets.target import Target
 from ..configuration import SPECIAL_TOKENS
-from ..parts.heads import HEADS, ConfidenceHead
+from ..parts.heads import CONFIDENCE_HEADS, HEADS, ConfidenceHead
 from ..parts.layers import (
     CausalConvolution,
     DrafterRMSNorm,
@@ -41,24 +41,13 @@ _HEAD_OF = {
 }  # fmt: skip
 
 
-class HyperDFlashDrafter(BlockDrafter):
-    """Drafts a block of tokens in one pass from the target's pre-collapse residual (paper, Figure 2).
+class HyperDFlashNetwork(nn.Module):
+    """The layers of HyperDFlash, before a base of drafters: the package's, or that of `portable/`."""
 
-    The target's embedding and LM head are shared: they belong to the target, are passed in where needed, and are
-    neither copied nor saved. Use [`from_target`] to make a drafter for a target, `drafter.bind(target)` to prepare the
-    target, then `target.generate(**inputs, assistant_model=drafter)`.
-    """
+    config: Any
+    confidence_head: ConfidenceHead | None
 
-    config: HyperDFlashConfig
-    hc_gate: HCGateReducer
-    config_class = HyperDFlashConfig
-    base_model_prefix = "drafter"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["HyperDFlashLayer"]
-    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
-    _keep_in_fp32_modules_strict = ["hc_gate"]
-
-    def __init__(self, config: HyperDFlashConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.reducer = REDUCERS[config.reducer]
         for name, module in self.reducer.modules(config).items():
@@ -80,9 +69,44 @@ class HyperDFlashDrafter(BlockDrafter):
             head = HEADS[config.sequential_head](config)
             self.add_module(head.key, head)
             memory = head.memory_size if config.confidence_reads_token else 0
-        self.confidence_head = ConfidenceHead(config, memory) if config.confidence_head else None
-        self.rotary_emb = HyperDFlashRotaryEmbedding(config)  # type: ignore[arg-type]
-        self.post_init()
+        self.confidence_head = None
+        for kind in CONFIDENCE_HEADS.values() if config.confidence_head else ():
+            self.confidence_head = kind(config, memory)
+        self.rotary_emb = HyperDFlashRotaryEmbedding(config)
+        cast(Any, self).post_init()
+
+    def reduce(self, residual: torch.Tensor) -> torch.Tensor:
+        return self.hidden_norm(self.reducer.reduce(self, residual, cast(Any, self).dtype))
+
+    def _begin(self, embeds: torch.Tensor) -> torch.Tensor:
+        hidden = embeds if self.embed_proj is None else self.embed_proj(embeds)
+        if self.config.mask_token_id is not None:
+            return hidden
+        slots = torch.arange(hidden.shape[1], device=hidden.device) % self.config.block_size
+        mask = self.mask_embedding(torch.zeros_like(slots))
+        return torch.where((slots == 0).unsqueeze(-1), hidden, mask)
+
+    def _end(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(hidden)
+        return hidden if self.head_proj is None else self.head_proj(hidden)
+
+
+class HyperDFlashDrafter(HyperDFlashNetwork, BlockDrafter):
+    """Drafts a block of tokens in one pass from the target's pre-collapse residual (paper, Figure 2).
+
+    The target's embedding and LM head are shared: they belong to the target, are passed in where needed, and are
+    neither copied nor saved. Use [`from_target`] to make a drafter for a target, `drafter.bind(target)` to prepare the
+    target, then `target.generate(**inputs, assistant_model=drafter)`.
+    """
+
+    config: HyperDFlashConfig
+    hc_gate: HCGateReducer
+    config_class = HyperDFlashConfig
+    base_model_prefix = "drafter"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["HyperDFlashLayer"]
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+    _keep_in_fp32_modules_strict = ["hc_gate"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -241,23 +265,6 @@ class HyperDFlashDrafter(BlockDrafter):
         for name, part in grown.named_children():
             part.to(device=self.device, dtype=torch.float32 if name == "hc_gate" else self.dtype)
         return grown
-
-    # The block
-
-    def reduce(self, residual: torch.Tensor) -> torch.Tensor:
-        return self.hidden_norm(self.reducer.reduce(self, residual, self.dtype))
-
-    def _begin(self, embeds: torch.Tensor) -> torch.Tensor:
-        hidden = embeds if self.embed_proj is None else self.embed_proj(embeds)
-        if self.config.mask_token_id is not None:
-            return hidden
-        slots = torch.arange(hidden.shape[1], device=hidden.device) % self.config.block_size
-        mask = self.mask_embedding(torch.zeros_like(slots))
-        return torch.where((slots == 0).unsqueeze(-1), hidden, mask)
-
-    def _end(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(hidden)
-        return hidden if self.head_proj is None else self.head_proj(hidden)
 
 
 def _spread_layers(target: PreTrainedConfig, drafter_layers: int | None) -> list[int]:

@@ -56,6 +56,15 @@ class ResidualBlock(nn.Module):
         return states + nn.functional.silu(self.linear(states))
 
 
+def medusa_heads(config: Any) -> dict[str, nn.Module]:
+    """Return new heads by the names that published files have: "0", "1", ..."""
+    width, heads = config.hidden_size, dict[str, nn.Module]()
+    for k in range(config.medusa_num_heads):
+        blocks = [ResidualBlock(width) for _ in range(config.medusa_num_layers)]
+        heads[str(k)] = nn.Sequential(*blocks, nn.Linear(width, config.vocab_size, bias=False))
+    return heads
+
+
 class LastState(EmptyContext):
     """What the target's LM head read last of a sequence.
 
@@ -80,10 +89,9 @@ class MedusaDrafter(SavedDrafter):
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
-        width, self.max_draft_tokens = config.hidden_size, config.medusa_num_heads
-        for k in range(config.medusa_num_heads):  # "0", "1", ...: what the published files call them
-            blocks = [ResidualBlock(width) for _ in range(config.medusa_num_layers)]
-            self.add_module(str(k), nn.Sequential(*blocks, nn.Linear(width, config.vocab_size, bias=False)))
+        self.max_draft_tokens = config.medusa_num_heads
+        for name, head in medusa_heads(config).items():
+            self.add_module(name, head)
         self.post_init()
 
     def check_target(self, target: Target) -> None:

@@ -17,7 +17,7 @@ DeepSeek rounds keys to FP8 where RoPE does not reach; here, as in the target of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -90,20 +90,13 @@ class DSparkLayer(DeepseekV4DecoderLayer):
         )
 
 
-class DeepseekV4DSparkDrafter(DeepseekV4Drafter, BlockDrafter):
-    """Drafts a block in one pass over V4 blocks, conditioned on means over the streams of a few of the target's
-    layers. By a Markov head each draft depends on the one before it.
+class DSparkNetwork(nn.Module):
+    """The layers of V4's DSpark drafter, before a base of drafters: the package's, or that of `portable/`."""
 
-    Use [`from_target`], `drafter.bind(target)` once, then `target.generate(**inputs, assistant_model=drafter)`.
-    """
+    config: Any
+    confidence_head: ConfidenceHead | None
 
-    config: DeepseekV4DSparkConfig
-    config_class = DeepseekV4DSparkConfig
-    base_model_prefix = "drafter"
-    _no_split_modules = ["DSparkLayer"]
-    _keep_in_fp32_modules_strict = [*DeepseekV4Drafter._keep_in_fp32_modules_strict, "main_norm"]
-
-    def __init__(self, config: DeepseekV4DSparkConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         width, layers = config.hidden_size, len(config.target_layer_ids or ())
         self.main_proj = nn.Linear(layers * width, width, bias=False)
@@ -113,20 +106,7 @@ class DeepseekV4DSparkDrafter(DeepseekV4Drafter, BlockDrafter):
         self.markov_head = MarkovHead(config)
         self.confidence_head = ConfidenceHead(config, config.head_rank, bias=False)
         self.rotary_emb = DeepseekV4RotaryEmbedding(config)
-        self.post_init()
-
-    @classmethod
-    def _config_of(cls, checkpoint: MTPCheckpoint) -> DeepseekV4DSparkConfig:
-        return DeepseekV4DSparkConfig.from_target_config(checkpoint.config, checkpoint.blocks)
-
-    def _place(self, name: str) -> tuple[str, str]:
-        if name.startswith("layers."):
-            _, index, part = name.split(".", 2)
-            return f"mtp.{index}.", part
-        is_first = name.startswith(("main_proj", "main_norm"))
-        return f"mtp.{0 if is_first else len(self.layers) - 1}.", name
-
-    # The block
+        cast(Any, self).post_init()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,3 +125,28 @@ class DeepseekV4DSparkDrafter(DeepseekV4Drafter, BlockDrafter):
 
     def lm_head_input(self, states: torch.Tensor) -> torch.Tensor:
         return self.norm(states)
+
+
+class DeepseekV4DSparkDrafter(DSparkNetwork, DeepseekV4Drafter, BlockDrafter):
+    """Drafts a block in one pass over V4 blocks, conditioned on means over the streams of a few of the target's
+    layers. By a Markov head each draft depends on the one before it.
+
+    Use [`from_target`], `drafter.bind(target)` once, then `target.generate(**inputs, assistant_model=drafter)`.
+    """
+
+    config: DeepseekV4DSparkConfig
+    config_class = DeepseekV4DSparkConfig
+    base_model_prefix = "drafter"
+    _no_split_modules = ["DSparkLayer"]
+    _keep_in_fp32_modules_strict = [*DeepseekV4Drafter._keep_in_fp32_modules_strict, "main_norm"]
+
+    @classmethod
+    def _config_of(cls, checkpoint: MTPCheckpoint) -> DeepseekV4DSparkConfig:
+        return DeepseekV4DSparkConfig.from_target_config(checkpoint.config, checkpoint.blocks)
+
+    def _place(self, name: str) -> tuple[str, str]:
+        if name.startswith("layers."):
+            _, index, part = name.split(".", 2)
+            return f"mtp.{index}.", part
+        is_first = name.startswith(("main_proj", "main_norm"))
+        return f"mtp.{0 if is_first else len(self.layers) - 1}.", name

@@ -299,3 +299,6 @@ HEADS: dict[str, type[SequentialHead]] = {
     "selector": SelectorHead,
     "state": StateHead,
 }
+
+
+CONFIDENCE_HEADS = {"True": ConfidenceHead}  # a table, so that the code beside a drafter without one can leave it out

@@ -47,19 +47,12 @@ _ENTRIES_AT_ONCE = 256  # of a prompt: their mask is as large as the square of t
 _FRESH_STATES = 8  # random ones, for which a new drafter's logits are to be flat
 
 
-class UnrolledDrafter(ReadingDrafter):
-    """The base of drafters of entries. A subclass has [`_begin`] and [`_draft`] and, where they differ, [`condition`],
-    [`_between`] and [`next_condition`].
-    """
+class UnrolledNetwork(nn.Module):
+    """What is around the layers, before a base of drafters: the package's, or that of `portable/`."""
 
-    config: UnrolledConfig
-    layers: nn.ModuleList
-    base_model_prefix = "drafter"
-    _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
-    _keep_in_fp32_modules_strict = ["hc_gate"]
-    moves_positions = True  # whether a later block has later positions than the block that it continues, for RoPE
+    config: Any
 
-    def __init__(self, config: UnrolledConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.reducer = REDUCERS[config.reducer]
         for name, module in self.reducer.modules(config).items():
@@ -70,7 +63,33 @@ class UnrolledDrafter(ReadingDrafter):
         if config.draft_vocab_size:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # of the target's vocabulary
-        self.rotary_emb = HyperDFlashRotaryEmbedding(config)  # type: ignore[arg-type]
+        self.rotary_emb = HyperDFlashRotaryEmbedding(config)
+
+    def condition(self, residual: torch.Tensor) -> torch.Tensor:
+        """Return what first blocks are conditioned on, `[batch, seq, config.hidden_size]`, from the target's residual
+        streams `[batch, seq, streams read, config.target_hidden_size]`."""
+        return self.reducer.reduce(self, residual, cast(Any, self).dtype)
+
+    def _between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input of layer `index` from the output of the layer before it."""
+        return hidden
+
+    def next_condition(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the condition of a later block from the states `[..., config.hidden_size]` that it continues."""
+        return states
+
+
+class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
+    """The base of drafters of entries. A subclass has [`_begin`] and [`_draft`] and, where they differ, [`condition`],
+    [`_between`] and [`next_condition`].
+    """
+
+    config: UnrolledConfig
+    layers: nn.ModuleList
+    base_model_prefix = "drafter"
+    _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
+    _keep_in_fp32_modules_strict = ["hc_gate"]
+    moves_positions = True  # whether a later block has later positions than the block that it continues, for RoPE
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -127,23 +146,10 @@ class UnrolledDrafter(ReadingDrafter):
 
     # What a subclass says
 
-    def condition(self, residual: torch.Tensor) -> torch.Tensor:
-        """Return what first blocks are conditioned on, `[batch, seq, config.hidden_size]`, from the target's residual
-        streams `[batch, seq, streams read, config.target_hidden_size]`."""
-        return self.reducer.reduce(self, residual, self.dtype)
-
     def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
         """Return the input of the first layer, `[batch, blocks * config.block_size, ...]`, from conditions and
         embeddings `[batch, blocks, config.hidden_size]`."""
         raise NotImplementedError(f"A {type(self).__name__} has no `_begin`.")
-
-    def _between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the input of layer `index` from the output of the layer before it."""
-        return hidden
-
-    def next_condition(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the condition of a later block from the states `[..., config.hidden_size]` that it continues."""
-        return states
 
     # Blocks
 

@@ -7,9 +7,9 @@ from typing import Any
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
 from ..blocks.configuration_hyperdflash import HyperDFlashConfig, check_temperatures
-from ..configuration import WithCode, check_layer_ids
+from ..configuration import check_layer_ids
 from ..parts.block_attention import SLIDING, AttentionSpan
-from .configuration_mtp import blocks_config
+from .configuration_mtp import BlocksConfig, blocks_config
 
 # DeepSeek's names of what we call the same in every drafter of blocks.
 _DEEPSEEK_FIELDS = {
@@ -20,7 +20,7 @@ _DEEPSEEK_FIELDS = {
 }
 
 
-class DeepseekV4DSparkConfig(WithCode, DeepseekV4Config):
+class DeepseekV4DSparkConfig(BlocksConfig):
     """A DeepSeek-V4's configuration, for its DSpark drafter alone. `num_hidden_layers` are the drafter's blocks, and
     `sliding_window` is how many tokens before the anchor a block sees.
 

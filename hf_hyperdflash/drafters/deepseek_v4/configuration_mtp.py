@@ -38,7 +38,18 @@ def blocks_config(kind: type[Kind], config: DeepseekV4Config, blocks: int, **fie
     return made
 
 
-class DeepseekV4MTPConfig(WithCode, DeepseekV4Config):
+class BlocksConfig(WithCode, DeepseekV4Config):
+    """The base of configurations that [`blocks_config`] builds."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, with the blocks' experts told by V4's older field."""
+        fields = super().to_dict()
+        # The stock Trainer reads a checkpoint's config.json as one of no model, where "moe" is refused.
+        del fields["mlp_layer_types"]
+        return fields | {"num_hash_layers": 0}
+
+
+class DeepseekV4MTPConfig(BlocksConfig):
     """A DeepSeek-V4's configuration, for its MTP block alone.
 
     Args:

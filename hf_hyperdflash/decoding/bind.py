@@ -451,14 +451,17 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
     return target
 
 
-def bind_with(target: PreTrainedModel, drafter: Drafter, as_default: bool) -> None:
+def bind_with(target: PreTrainedModel, drafter: Drafter, as_default: bool) -> bool:
     """Do what [`~drafters.base.Drafter.bind`] promises."""
     pair = checked_pair(target_of(target), drafter)  # before anything is changed
     binding = cast(BoundTarget, bind(target)).hyperdflash_binding
     binding.pairs[drafter] = pair
-    _binders.setdefault(target, WeakSet()).add(drafter)
+    binders = _binders.setdefault(target, WeakSet())
+    is_new = drafter not in binders
+    binders.add(drafter)
     if as_default:
         binding.default = drafter
+    return is_new
 
 
 def unbind_from(target: PreTrainedModel, drafter: Drafter) -> None:

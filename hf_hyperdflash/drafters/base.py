@@ -201,7 +201,7 @@ class Drafter:
 
     # Use with a target
 
-    def bind(self, target: PreTrainedModel, as_default: bool = False) -> None:
+    def bind(self, target: PreTrainedModel, as_default: bool = False) -> bool:
         """Check that the drafter fits `target` and prepare that one instance for assisted generation.
 
         Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with it, `num_assistant_tokens` a round.
@@ -223,12 +223,15 @@ class Drafter:
                 `assistant_model=None` then generates without drafts, and a call for another way (beams, prompt
                 lookup, `custom_generate`) goes that way.
 
+        Returns:
+            Whether this drafter was not bound to the target before.
+
         Raises:
             ValueError: If drafter and target do not fit, naming both values.
         """
         from ..decoding.bind import bind_with  # the one call upwards: everything else here is below decoding
 
-        bind_with(target, self, as_default)
+        return bind_with(target, self, as_default)
 
     def unbind(self, target: PreTrainedModel) -> None:
         """Undo [`bind`]. When the last drafter that has bound `target` unbinds it, `target` gets its own class back;

@@ -98,7 +98,7 @@ class PortableDrafter(PreTrainedModel):
                     f"load {getattr(config, 'target_name_or_path', '') or 'its own target'}."
                 )
 
-    def bind(self, target: PreTrainedModel, as_default: bool = False) -> None:
+    def bind(self, target: PreTrainedModel, as_default: bool = False) -> bool:
         """Prepare one target for `target.generate(..., assistant_model=drafter)`.
 
         That instance gets a `generate` of its own, and its layers get hooks that do nothing in other calls.
@@ -106,6 +106,9 @@ class PortableDrafter(PreTrainedModel):
         Args:
             target: The target.
             as_default: Whether `target.generate` drafts with this drafter where no `assistant_model` is passed.
+
+        Returns:
+            Whether it was not bound to this target before.
         """
         with _BINDING:
             bound: Any = vars(target).get("generate")
@@ -114,8 +117,10 @@ class PortableDrafter(PreTrainedModel):
             try:
                 self.check_target(bound.target)
                 vars(target)["generate"] = bound
+                is_new = self not in bound.drafters
                 bound.drafters.add(self)
                 bound.default = self if as_default else bound.default
+                return is_new
             finally:
                 bound.release_if_unused()
 

@@ -24,14 +24,11 @@ def generate(
     those of `target.generate` and of `from_pretrained` (`_LOADING`)."""
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
     drafter: Any = assistant_model
-    is_loaded_here = drafter is None or isinstance(drafter, (str, Path))  # then nobody else has bound it
-    if is_loaded_here:
+    if drafter is None or isinstance(drafter, (str, Path)):
         drafter = _drafter(model, str(drafter or ""), loading)
     with _BINDING:
-        # Binding changes the target's class (the package's drafter) or its `generate` (the one in this folder).
-        calls, before = _calls.setdefault(model, {}), (type(model), vars(model).get("generate"))
-        drafter.bind(model)
-        is_bound_here = is_loaded_here or bool(calls) or before != (type(model), vars(model).get("generate"))
+        calls = _calls.setdefault(model, {})
+        is_bound_here = drafter.bind(model) or drafter in calls  # and not by whoever passed it
         if is_bound_here:
             calls[drafter] = calls.get(drafter, 0) + 1
     try:

@@ -107,6 +107,16 @@ def promises(folder: Path) -> dict[str, Any]:
         target
     )
 
+    class Recipe(Until):
+        """Calls the recipe with the bound drafter, in the middle of a text of the recipe's own."""
+
+        def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            target.generate(ids, **greedy, **recipe | {"assistant_model": drafter})
+            return super().__call__(ids, scores)
+
+    target.generate(ids, stopping_criteria=[Recipe(15)], **greedy, **recipe)
+    told["still bound"] = torch.equal(written(ids, **greedy), plain)
+
     # Lengths at which windows fill, and a text that goes on from a cache of its first turn.
     lengths = []
     for length in (1, 8, 31):

@@ -37,7 +37,6 @@ from ..targets.registry import target_of
 from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .data.encoding import encode_prompts, end_ids_of
-from .data.file_positions import add_file_positions
 from .data.rows import count_tokens, joined, load_rows, prepare_dataset
 from .data.templates import read_chat_template
 from .flags import STAGES, ScriptArguments
@@ -215,10 +214,10 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
         rows = load_rows(source, streaming=script.streaming)
         if script.rows is not None:
             rows = rows.take(script.rows) if script.streaming else rows.select(range(min(script.rows, len(rows))))
-        parts.append(add_file_positions(rows, source))
+        parts.append(rows)
     train = joined(parts)
     if script.eval_dataset:
-        held_out = add_file_positions(load_rows(script.eval_dataset), script.eval_dataset)
+        held_out = load_rows(script.eval_dataset)
     elif len(train) <= script.eval_rows:
         raise ValueError(
             f"{', '.join(script.dataset or ())} has {len(train)} rows, and `--eval_rows` holds {script.eval_rows} of "

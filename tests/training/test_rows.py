@@ -2,6 +2,7 @@
 
 import json
 import logging
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from hf_hyperdflash.training.data.file_positions import add_file_positions
 from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
 from hf_hyperdflash.training.script import ScriptArguments, load_data
 
@@ -106,7 +106,6 @@ def sources_of(rows, folder):
             found = load_rows(path, streaming=streaming)
             assert isinstance(found, IterableDataset) == streaming
             yield found
-            yield add_file_positions(found, path)
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -347,10 +346,9 @@ def test_rows_of_files_are_told_by_their_line(tmp_path, caplog):
     """Empty lines count, as in an editor."""
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(["", json.dumps(GOOD), "", json.dumps(asked("hi", ""))]))
-    for streaming, place in ((False, f"{path}:4"), (True, f"{path}, row 1")):
-        rows = add_file_positions(load_rows(str(path), streaming=streaming), str(path))
-        kept, (line,) = told(rows, templated(LINES), caplog)
-        assert len(kept) == 1 and place in line
+    for source, streaming in product((path, tmp_path), (False, True)):
+        kept, (line,) = told(load_rows(str(source), streaming=streaming), templated(LINES), caplog)
+        assert len(kept) == 1 and f"{path}:4" in line
 
 
 def test_nothing_left_is_told_early():

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...targets.registry import target_of
 from .encoding import end_ids_of, render
-from .file_positions import add_file_positions, locating_errors
+from .file_positions import locating_errors
 from .messages import Message, Tool, read_tools, to_messages
 from .rows import load_rows
 
@@ -130,8 +130,7 @@ def read_conversations(
     read = 0
     for source in sources:
         rows = load_rows(source, split)
-        rows = add_file_positions(rows.select(range(min(limit or len(rows), len(rows)))), source)
-        for row in rows:
+        for row in rows.select(range(min(limit or len(rows), len(rows)))):
             read += 1
             try:
                 with locating_errors(row, read - 1):

@@ -7,10 +7,9 @@ import logging
 import os
 import re
 from bisect import bisect_left, insort
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import islice
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .blocks import anchor_candidates
 from .encoding import chat_template_of, encode_chat
-from .file_positions import POSITION_COLUMN, check_encoding, locating_errors, read_rows
+from .file_positions import POSITION_COLUMN, locating_errors, read_rows
 from .messages import read_tools, says_nothing, to_messages
 
 if TYPE_CHECKING:
@@ -82,51 +81,72 @@ _FIRST_ROWS = 1000  # of a stream: one of them has to be trainable
 
 
 def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dataset | IterableDataset:
-    """Load a dataset: a `.json`, `.jsonl` or `.parquet` file, a directory of such files or one that `save_to_disk`
-    wrote, or a Hub name, optionally with a configuration after a colon (`"openai/gsm8k:main"`). Single files have one
-    split. A stream reads rows as they are used. Raise a `ValueError` if there is no such file, split or dataset, a
-    file is damaged or empty, or the Hub is not reached."""
+    """Load a dataset, with the position of each row in a column: a `.json`, `.jsonl` or `.parquet` file, a directory
+    of such files or one that `save_to_disk` wrote, or a Hub name, optionally with a configuration after a colon
+    (`"openai/gsm8k:main"`). Single files have one split. A stream reads rows as they are used. Raise a `ValueError`
+    if there is no such file, split or dataset, a file is damaged or empty, or the Hub is not reached."""
     # An extra: only training needs it.
-    from datasets import DatasetDict, IterableDataset, load_dataset, load_dataset_builder, load_from_disk
+    from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder, load_from_disk
+    from datasets.exceptions import DatasetsError
 
-    suffix = os.path.splitext(source)[1].lower()
-    if os.path.exists(source):
-        is_json = suffix in (".json", ".jsonl") and not os.path.isdir(source)
-        with _explaining_read_errors(source, is_json, streaming):
-            if not os.path.isdir(source):
-                if is_json and streaming:
-                    return IterableDataset.from_generator(read_rows, gen_kwargs={"path": source})
-                reader = "parquet" if suffix == ".parquet" else "json"
-                rows = load_dataset(reader, data_files=source, split="train", streaming=streaming)
-                features = rows.features if is_json else {}
-                mixed = [name for name, feature in features.items() if "Json(" in repr(feature)]
-                if mixed and len(read := list(read_rows(source))) == len(rows):
-                    for name in mixed:  # columns of several types, with the values of the file
-                        rows = _json_column(rows, name, [row.get(name) for row in read])
-                return rows
-            if any(os.path.exists(os.path.join(source, name)) for name in ("state.json", "dataset_dict.json")):
-                saved = load_from_disk(source)
-                if isinstance(saved, DatasetDict):
-                    if split not in saved:
-                        raise ValueError(
-                            f"The dataset at {source!r} has no split {split!r}: expected one of {sorted(saved)}."
-                        )
-                    saved = saved[split]
-                return saved.to_iterable_dataset() if streaming else saved
-            files = (load_dataset_builder(source).config.data_files or {}).get(split, [])
-            if files and all(file.endswith((".json", ".jsonl")) for file in files):
-                return joined([load_rows(file, streaming=streaming) for file in files])
-            return load_dataset(source, split=split, streaming=streaming)
-    if suffix in (".json", ".jsonl", ".parquet"):
+    suffix, is_there = os.path.splitext(source)[1].lower(), os.path.exists(source)
+    if suffix in (".json", ".jsonl", ".parquet") and not is_there:
         raise ValueError(f"No dataset file at {source!r}: expected an existing file or a Hub name like 'org/name'.")
-    name, _, config = source.partition(":")
+    name, _, config = (source, "", "") if is_there else source.partition(":")
     try:
-        return load_dataset(name, config or None, split=split, streaming=streaming)
+        if os.path.isfile(source) and suffix != ".parquet":
+            return _json_rows(source, streaming)
+        if os.path.isfile(source):
+            rows = load_dataset("parquet", data_files=source, split="train", streaming=streaming)
+        elif any(os.path.exists(os.path.join(source, name)) for name in ("state.json", "dataset_dict.json")):
+            rows = load_from_disk(source)
+            if isinstance(rows, DatasetDict):
+                if split not in rows:
+                    raise ValueError(
+                        f"The dataset at {source!r} has no split {split!r}: expected one of {sorted(rows)}."
+                    )
+                rows = rows[split]
+            rows = rows.to_iterable_dataset() if streaming else rows
+        else:
+            files = load_dataset_builder(source).config.data_files if is_there else None
+            if (files := (files or {}).get(split)) and all(file.endswith((".json", ".jsonl")) for file in files):
+                return joined([load_rows(file, streaming=streaming) for file in files])
+            rows = load_dataset(name, config or None, split=split, streaming=streaming)
     except (ConnectionError, FileNotFoundError) as error:
+        if is_there:
+            raise ValueError(
+                f"{source} has no dataset: expected .json, .jsonl or .parquet files, or what `save_to_disk` wrote."
+            ) from error
         raise ValueError(
             f"Dataset {source!r} is no local file or directory and could not be loaded from the Hub ({error}). Check "
             "the name, `HF_HUB_OFFLINE` and the network, or give the path of a .json, .jsonl or .parquet file."
         ) from error
+    except (DatasetsError, StopIteration) as error:
+        raise ValueError(
+            f"{source} cannot be read as rows ({error.__cause__ or error}). Where a column has values of several "
+            "types, `pip install -U datasets`, or make them alike."
+        ) from error
+    if POSITION_COLUMN in (rows.column_names or ()):  # saved with them
+        return rows
+    if isinstance(rows, Dataset):
+        return rows.add_column(POSITION_COLUMN, [f"{source}, row {number}" for number in range(len(rows))])
+    return rows.map(lambda row, number: {POSITION_COLUMN: f"{source}, row {number}"}, with_indices=True)
+
+
+def _json_rows(path: str, streaming: bool) -> Dataset | IterableDataset:
+    from datasets import IterableDataset, load_dataset
+
+    positions = [row[POSITION_COLUMN] for row in read_rows(path)]  # all are read once, so that no damage is told late
+    if streaming:
+        return IterableDataset.from_generator(read_rows, gen_kwargs={"path": path})
+    rows = load_dataset("json", data_files=path, split="train")
+    if len(positions) != len(rows):  # columns of many rows each
+        positions = [f"{path}, row {number}" for number in range(len(rows))]
+    elif mixed := [name for name, feature in rows.features.items() if "Json(" in repr(feature)]:
+        read = list(read_rows(path))
+        for name in mixed:  # columns of several types, with the values of the file
+            rows = _json_column(rows, name, [row.get(name) for row in read])
+    return rows.add_column(POSITION_COLUMN, positions)
 
 
 def joined(parts: list[Any]) -> Any:
@@ -136,17 +156,12 @@ def joined(parts: list[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     if not isinstance(parts[0], Dataset):  # whose concatenation gives all rows the columns of the first
-        return IterableDataset.from_generator(_rows_of, gen_kwargs={"parts": parts})
+        return IterableDataset.from_generator(lambda parts: chain(*parts), gen_kwargs={"parts": parts})
     for name in dict.fromkeys(name for part in parts for name in part.column_names):
         types = {repr(part.features[name]) for part in parts if name in part.column_names}
         if len(types) > 1:
             parts = [_json_column(part, name, part[name]) if name in part.column_names else part for part in parts]
     return concatenate_datasets(parts)
-
-
-def _rows_of(parts: list[Iterable[object]]) -> Iterator[object]:
-    for part in parts:
-        yield from part
 
 
 def _json_column(rows: Dataset, name: str, values: Iterable[object]) -> Dataset:
@@ -160,37 +175,6 @@ def _json_column(rows: Dataset, name: str, values: Iterable[object]) -> Dataset:
     texts = [None if value is None else json.dumps(value) for value in values]
     unused = f"{name} of several types"
     return rows.add_column(unused, texts, feature=Json()).remove_columns(name).rename_column(unused, name)
-
-
-@contextmanager
-def _explaining_read_errors(path: str, is_json: bool, streaming: bool) -> Iterator[None]:
-    """Explain errors of `datasets`, with the line of a JSON file. The first lines of a stream are checked at once."""
-    from datasets.exceptions import DatasetsError
-
-    if is_json and streaming:
-        deque(islice(read_rows(path), _FIRST_ROWS), maxlen=0)
-    if is_json:
-        check_encoding(path)
-    reader = logging.getLogger("datasets.packaged_modules")
-    level = reader.level
-    reader.setLevel(logging.CRITICAL)  # its message says what is wrong, but not where
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{path} has no dataset: expected .json, .jsonl or .parquet files, or what `save_to_disk` wrote."
-        ) from error
-    except (DatasetsError, StopIteration, ValueError) as error:
-        if is_json:
-            deque(read_rows(path), maxlen=0)  # raises with the line
-        if isinstance(error, ValueError):
-            raise
-        raise ValueError(
-            f"{path} cannot be read as rows ({error.__cause__ or error}). Where a column has values of several types, "
-            "`pip install -U datasets`, or make them alike."
-        ) from error
-    finally:
-        reader.setLevel(level)
 
 
 def truncate(input_ids: list[int], loss_mask: list[int], max_length: int) -> tuple[list[int], list[int]]:

@@ -19,7 +19,6 @@ from transformers.utils import logging as transformers_logging
 from ..drafters.blocks.drafter import BlockDrafter
 from ..drafters.configuration import DrafterConfig
 from ..drafters.parts.heads import HEADS
-from ..drafters.parts.reducers import REDUCERS
 from ..drafters.reading import ReadingDrafter
 from ..drafters.saved import SavedDrafter
 from ..hub.kinds import KINDS, TRAINED, DrafterKind
@@ -102,10 +101,6 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         named = getattr(torch, value or "auto", None)
         if value not in (None, "auto") and not (isinstance(named, torch.dtype) and named.is_floating_point):
             raise ValueError(f"`--{name}` is {value!r}, expected a number format like float32 or bfloat16.")
-    for name, kinds in (("reducer", tuple(REDUCERS)), ("sequential_head", ("none", *HEADS))):
-        value = getattr(script, name)
-        if value is not None and value not in kinds:
-            raise ValueError(f"`--{name}` is {value!r}, expected {', '.join(kinds[:-1])} or {kinds[-1]}.")
     own = _kind(script).train_flags or ()
     has_block = not script.drafter and "num_draft_tokens" in own
     drafts = script.num_draft_tokens or (_NUM_DRAFT_TOKENS if has_block else 0)
@@ -121,13 +116,11 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
     folder = Path(str(args.output_dir)).absolute()
     existing = next(candidate for candidate in (folder, *folder.parents) if os.path.lexists(candidate))
-    if not existing.is_dir():
-        what = "a file" if existing == folder else f"which cannot be made, because {existing} is a file"
-        raise ValueError(f"`--output_dir` is {args.output_dir!r}, {what}: expected a folder, which is made if needed.")
-    if not os.access(existing, os.W_OK | os.X_OK):
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "cannot be written to" if existing.is_dir() else "is a file"
         raise ValueError(
-            f"`--output_dir` is {args.output_dir!r}, but {existing} cannot be written to: choose another folder, or "
-            "change its permissions."
+            f"`--output_dir` is {args.output_dir!r}, but {existing} {why}: expected a folder of yours, which is made "
+            "if needed."
         )
     if args.eval_strategy != "no":
         check_metric(args.metric_for_best_model, generates=script.eval_prompts > 0)
@@ -181,12 +174,12 @@ def new_drafter(script: ScriptArguments, target: PreTrainedModel, tokenizer: Pre
     return cast(SavedDrafter, kind.drafter.from_target(target, dtype=torch.float32, **given))
 
 
-def _token_counts(
+def _choose_vocabulary(
     script: ScriptArguments, args: HyperDFlashTrainingArguments, target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase, train: Dataset, held_out: Dataset,
-) -> tuple[Dataset | IterableDataset, list[torch.Tensor]] | None:  # fmt: skip
-    """Return the tokenized rows of training, and how often their answers and the held-out ones have each token, if a
-    new drafter needs a draft vocabulary and none is asked for."""
+) -> Dataset | IterableDataset:  # fmt: skip
+    """Set the size of a new drafter's draft vocabulary if it needs one and none is asked for, and tell its share of
+    answers. Return the rows of training, tokenized where they were."""
     own = target_of(target).config
     usual = cast(type[DrafterConfig], _kind(script).config)
     layers = script.layers or usual.num_hidden_layers
@@ -196,11 +189,23 @@ def _token_counts(
     is_asked = script.draft_vocab_size is not None or script.drafter or script.streaming
     # Training has no loss for a choice among candidates of a draft vocabulary.
     if is_asked or candidates or own.vocab_size <= _LAYER_WEIGHTS * layers * own.hidden_size:
-        return None
+        return train
     length = args.max_length or min(MAX_LENGTH, getattr(own, "max_position_embeddings", MAX_LENGTH))
     how: dict[str, Any] = {"max_length": length, "vocab_size": own.vocab_size, "end_ids": end_ids_of(target)}
-    tokenized = [prepare_dataset(rows, tokenizer, **how) for rows in (train, held_out)]
-    return tokenized[0], [count_tokens(rows, own.vocab_size) for rows in tokenized]
+    tokenized, held = (prepare_dataset(rows, tokenizer, **how) for rows in (train, held_out))
+    counts = [count_tokens(rows, own.vocab_size) for rows in (tokenized, held)]
+    most_first = counts[0].sort(descending=True, stable=True)
+    covering = int((most_first.values.cumsum(0) < _COVERAGE * int(counts[0].sum())).sum()) + 1
+    script.draft_vocab_size = size = min(covering, own.vocab_size)
+    drafted = most_first.indices[:size]
+    in_answers, in_held_out = (f"{100 * float(each[drafted].sum() / each.sum()):.1f} %" for each in counts)
+    _print_status(
+        args,
+        f"The drafter drafts {size:,} of {own.vocab_size:,} tokens, {in_answers} of the answers and {in_held_out} of "
+        "those held out, because its LM head over all would cost more than its layers. Other text has fewer of them; "
+        "`--draft_vocab_size 0` drafts all.",
+    )
+    return tokenized
 
 
 def _kind(script: ScriptArguments) -> DrafterKind:
@@ -297,12 +302,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     target = load_target(
         script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
     )
-    counted = _token_counts(script, args, target, tokenizer, train, held_out)
-    if counted is not None:
-        train, (counts, _) = counted
-        most_first = counts.sort(descending=True).values.cumsum(0)
-        covering = int((most_first < _COVERAGE * int(counts.sum())).sum()) + 1  # the most frequent tokens
-        script.draft_vocab_size = min(covering, len(counts))
+    train = _choose_vocabulary(script, args, target, tokenizer, train, held_out)
     torch.manual_seed(args.seed)
     drafter = earlier or new_drafter(script, target, tokenizer)
     trainer = HyperDFlashTrainer(
@@ -315,15 +315,6 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     trainer.described = facts | {"dataset": [public_name(source) for source in script.dataset or ()]}
     if script.draft_vocab_size:
         trainer.choose_vocabulary(script.draft_vocab_size if earlier else None)
-    if counted is not None:
-        drafted = cast(Any, trainer.model).draft_ids.to(counts.device)
-        trained, held = (f"{100 * float(each[drafted].sum() / each.sum()):.1f} %" for each in counted[1])
-        _print_status(
-            args,
-            f"The drafter drafts {len(drafted):,} of {len(counts):,} tokens, {trained} of the answers and {held} of "
-            "those held out, because its LM head over all would cost more than its layers. Other text has fewer of "
-            "them; `--draft_vocab_size 0` drafts all.",
-        )
     for own, theirs in ((LinesAboveBar, ProgressCallback), (Lines, PrinterCallback)):
         if trainer.pop_callback(theirs):
             trainer.add_callback(own)

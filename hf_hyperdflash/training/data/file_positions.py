@@ -51,5 +51,7 @@ def read_rows(path: str) -> Iterator[dict[str, object]]:
             for row_number, row in enumerate(rows):
                 position = f"{path}, row {row_number}" if is_document else f"{path}:{number}"
                 if not isinstance(row, dict):
-                    raise ValueError(f"{position} is a {type(row).__name__}, expected an object of columns and values.")
+                    raise ValueError(
+                        f"{position} is a {type(row).__name__}, expected an object of columns and values."
+                    )
                 yield {**row, POSITION_COLUMN: position}

@@ -177,32 +177,6 @@ def _json_column(rows: Dataset, name: str, values: Iterable[object]) -> Dataset:
     return rows.add_column(unused, texts, feature=Json()).remove_columns(name).rename_column(unused, name)
 
 
-def truncate(input_ids: list[int], loss_mask: list[int], max_length: int) -> tuple[list[int], list[int]]:
-    """Cut a document to at most `max_length` neighbouring tokens, so that supervised ones stay.
-
-    The beginning is kept if the first supervised token lies in its first half. Otherwise the document is cut on the
-    left until half of `max_length`, or more if little text follows, precedes the first supervised token."""
-    first = loss_mask.index(1) if 1 in loss_mask else 0
-    start = max(0, min(first - max_length // 2, len(input_ids) - max_length))
-    return input_ids[start : start + max_length], loss_mask[start : start + max_length]
-
-
-def pack(lengths: list[int], max_length: int) -> list[list[int]]:
-    """Distribute whole documents over rows of at most `max_length` tokens: best fit, longest documents first. Return
-    of each row the indices of its documents, ascending; rows in the order of their first document."""
-    rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # tokens left and row, fullest rows first
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(free, (lengths[i], -1))
-        if at == len(free):
-            rows.append([])
-            free.append((max_length, len(rows) - 1))
-        left, row = free.pop(at)
-        rows[row].append(i)
-        insort(free, (left - lengths[i], row))
-    return sorted(sorted(row) for row in rows)
-
-
 def count_tokens(rows: Iterable[Mapping[str, object]], vocab_size: int) -> torch.Tensor:
     """Return how often supervised text has each token, `[vocab_size]`, of rows as [`prepare_dataset`] returns them."""
     seen = torch.zeros(vocab_size, dtype=torch.long)
@@ -265,16 +239,12 @@ def prepare_dataset(
         documents = dataset.with_format(None).map(
             _encode_row, with_indices=True, fn_kwargs=how, remove_columns=columns, features=with_notes
         )
-    report = _Report(max_length, positions)
+    report = _Report(max_length, positions, streaming)
     if streaming:
         first = _Report(max_length)
-        for row in documents.take(_FIRST_ROWS):
-            first.add(row[_NOTES], row[_POSITION])
-            if _is_usable(row[_NOTES]):
-                break
-        else:
+        if not any(first.add(row[_NOTES], row[_POSITION]) for row in documents.take(_FIRST_ROWS)):
             raise first.nothing_left(f"the first {_FIRST_ROWS:,} rows", columns)
-        rows = documents.filter(report.count_and_check, input_columns=[_NOTES, _POSITION])
+        rows = documents.filter(report.add, input_columns=[_NOTES, _POSITION])
     else:
         rows = documents.filter(_is_usable, input_columns=[_NOTES])
         for notes, position in zip(documents[_NOTES], documents[_POSITION]):
@@ -283,7 +253,8 @@ def prepare_dataset(
             raise report.nothing_left(f"{len(documents)} rows", columns)
         reasons = sorted(report.why, key=lambda reason: -report.count[reason])
         for name in dict.fromkeys([*reasons, *LOG_LINES]):
-            report.log(name)
+            if report.count[name]:
+                logger.warning(report.line(name))
     rows = rows.remove_columns([_NOTES, _POSITION])
     if not packing:
         return rows
@@ -327,7 +298,10 @@ def _encode_row(
                     f"A packed row of {len(ids)} tokens is longer than max_length={max_length}: raise max_length or "
                     "pack the documents again."
                 )
-            ids, mask = truncate(ids, mask, max_length)
+            # Half of the length precedes the first answer, or more where little text follows, so that answers stay.
+            first = mask.index(1) if 1 in mask else 0
+            start = max(0, min(first - max_length // 2, len(ids) - max_length))
+            ids, mask = ids[start : start + max_length], mask[start : start + max_length]
             positions = counted[:max_length]
     if _is_usable(notes):
         if _has_anchor(mask, positions):
@@ -366,10 +340,10 @@ def _is_usable(notes: list[str]) -> bool:
 
 
 class _Report:
-    """Counts the notes on rows that are skipped or cut, and logs them."""
+    """Counts the notes on rows that are skipped or cut. Those of a stream are logged whenever a count has doubled."""
 
-    def __init__(self, max_length: int, positions: int | None = None) -> None:
-        self.max_length = max_length
+    def __init__(self, max_length: int, positions: int | None = None, is_stream: bool = False) -> None:
+        self.max_length, self.is_stream = max_length, is_stream
         mend = "`max_length`: raise it to train on all of them"
         self.limit = "all the positions that the target has" if max_length == positions else mend
         self.seen = 0
@@ -378,33 +352,25 @@ class _Report:
         self.times: Counter[str] = Counter()
         self.first: dict[str, str] = {}
 
-    def add(self, notes: list[str], position: str) -> list[str]:
-        """Count a row, and return its notes as they are counted."""
+    def add(self, notes: list[str], position: str) -> bool:
+        """Count a row, and return whether it is usable."""
         self.seen += 1
+        counted = notes
         if notes[:1] == ["refused"]:  # messages that differ only in what they quote have one reason
             reason = f"refused {_QUOTED.sub('', notes[1])}"
             if reason not in self.why and len(self.why) >= _MOST_REASONS:
                 reason = "refused"
             self.why.setdefault(reason, notes[1])
-            notes = [reason]
-        self.times.update(notes)
-        for name in set(notes):
+            counted = [reason]
+        self.times.update(counted)
+        for name in dict.fromkeys(counted):
             self.count[name] += 1
             self.first.setdefault(name, position)
-        return notes
-
-    def count_and_check(self, notes: list[str], position: str) -> bool:
-        """Count a row of a stream, and return whether it is usable. A count is logged whenever it has doubled."""
-        for name in dict.fromkeys(self.add(notes, position)):
-            if self.count[name].bit_count() == 1:
-                self.log(name)
+            if self.is_stream and self.count[name].bit_count() == 1:
+                logger.warning(self.line(name))
         return _is_usable(notes)
 
-    def log(self, name: str) -> None:
-        if self.count[name]:
-            logger.warning(self._log_line(name))
-
-    def _log_line(self, name: str) -> str:
+    def line(self, name: str) -> str:
         return LOG_LINES["refused" if name in self.why else name].format(
             count=self.count[name], times=self.times[name], of=self.seen, first=self.first[name],
             why=self.why.get(name), max_length=self.max_length, limit=self.limit,
@@ -420,9 +386,22 @@ class _Report:
             )
         if most == "untrainable":
             most = max(_REASONS, key=lambda reason: self.times[reason])
-        return ValueError(f"Nothing to train on in {position}. {self._log_line(most)}")
+        return ValueError(f"Nothing to train on in {position}. {self.line(most)}")
 
 
 def _pack_rows(documents: dict[str, list[list[int]]], max_length: int) -> dict[str, list[list[int]]]:
-    rows = pack([len(ids) for ids in documents["input_ids"]], max_length)
-    return {name: [[value for i in row for value in documents[name][i]] for row in rows] for name in _COLUMNS}
+    """Distribute whole documents over rows of at most `max_length` tokens: best fit, longest documents first. In a
+    row they are in their order, and rows are in that of their first document."""
+    lengths = [len(ids) for ids in documents["input_ids"]]
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # tokens left and row, fullest rows first
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(free, (lengths[i], -1))
+        if at == len(free):
+            rows.append([])
+            free.append((max_length, len(rows) - 1))
+        left, row = free.pop(at)
+        rows[row].append(i)
+        insort(free, (left - lengths[i], row))
+    ordered = sorted(sorted(row) for row in rows)
+    return {name: [[value for i in row for value in documents[name][i]] for row in ordered] for name in _COLUMNS}

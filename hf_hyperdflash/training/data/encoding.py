@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .file_positions import locating_errors
-from .messages import Message, Tool, function_name, read_tools, says_nothing, to_messages
+from .messages import Message, Tool, function_name, is_trained, read_tools, says_nothing, to_messages
 from .templates import spelled, template_reading
 
 Spans = list[tuple[int, int]]
@@ -50,8 +49,8 @@ def encode_chat(
     """
     notes = [] if notes is None else notes
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    notes += ["excluded" for i in answers if not _is_trained(messages[i])]
-    trained = [i for i in answers if _is_trained(messages[i])]
+    notes += ["excluded" for i in answers if not is_trained(messages[i])]
+    trained = [i for i in answers if is_trained(messages[i])]
     if trained and trained[-1] + 1 < len(messages):
         notes += ["tail"] * (trained[-1] == answers[-1])
         messages, truncated = messages[: trained[-1] + 1], False
@@ -83,10 +82,6 @@ def end_ids_of(target: PreTrainedModel) -> list[int]:
     return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
 
 
-def _is_trained(message: Message) -> bool:
-    return message.get("train") is not False
-
-
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> tuple[list[int], list[int], int]:
     """Return the tokens of a text, whether each lies in one of the spans, and how many spans have none, because the
     token that they are in begins before them."""
@@ -99,7 +94,8 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> tupl
             for start, end in zip([0, *straddling], [*straddling, len(text)])
         ]
         apart = [token for (tokens, _), _ in parts for token in tokens]
-        if _decoded(tokenizer, apart) == _decoded(tokenizer, ids):  # else a part got a space of its own, say
+        text_apart, whole_text = (tokenizer.decode(each, clean_up_tokenization_spaces=False) for each in (apart, ids))
+        if text_apart == whole_text:  # else a part got a space of its own, say
             ids, ends = apart, [start + end for (_, those), start in parts for end in those]
     mask, joined = [0] * len(ids), 0
     for start, end in spans:
@@ -134,42 +130,26 @@ def _tokens_with_ends(
     return ids, ends
 
 
-def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-
 def _answer_spans(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None
 ) -> tuple[str, list[tuple[int, int] | None], list[str]]:
     """Return the rendered conversation, the spans `text[start:end]` of the answers, None where one is not found, and
     why those are not."""
-    template = chat_template_of(tokenizer, tools)
-    if not _GENERATION_TAG.search(template):
+    if not _GENERATION_TAG.search(chat_template_of(tokenizer, tools)):
         return _spans_by_prefix(tokenizer, messages, tools)
-    thinking = bool(messages[-1].get("reasoning_content"))
-    variables: dict[str, Any] = {**tokenizer.special_tokens_map, "thinking": thinking, "enable_thinking": thinking}
-    conversation = spelled(messages, template, template_reading(tokenizer, template))
-    with _explaining_template_errors():
-        # As apply_chat_template renders it, with spans of the text instead of the tokens.
-        rendered: Any = render_jinja_template(
-            conversations=[conversation],
-            tools=tools,  # type: ignore[arg-type]
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **variables,
-        )
-    (text,), (blocks,) = rendered
+    blocks: Spans = []
+    text = render(tokenizer, messages, tools, bool(messages[-1].get("reasoning_content")), blocks=blocks)
     answers = [message for message in messages if message["role"] == "assistant"]
     if len(blocks) == len(answers):
-        blocks = [block for block, answer in zip(blocks, answers) if _is_trained(answer)]
-    elif not all(map(_is_trained, answers)):
+        blocks = [block for block, answer in zip(blocks, answers) if is_trained(answer)]
+    elif not all(map(is_trained, answers)):
         raise ValueError(
             f"Some answers are not to be trained on (`train`), and which ones cannot be told: {len(answers)} answers "
             f"have {len(blocks)} blocks of {{% generation %}} in the chat template's text."
         )
     spans = [(start, end) if start < end else None for start, end in blocks]
-    said = sum(not says_nothing(answer) for answer in answers if _is_trained(answer))
-    return _checked_text(text), spans, ["untagged"] * (said - sum(span is not None for span in spans))
+    said = sum(not says_nothing(answer) for answer in answers if is_trained(answer))
+    return text, spans, ["untagged"] * (said - sum(span is not None for span in spans))
 
 
 def _with_ends(
@@ -216,17 +196,6 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase, tools: list[Tool] | Non
     )
 
 
-@contextmanager
-def _explaining_template_errors() -> Iterator[None]:
-    """Turn any error of a chat template into a `ValueError` of one line."""
-    try:
-        yield
-    except Exception as error:
-        kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "  # its own `raise_exception`
-        why = " ".join(f"{kind}{error}".split())
-        raise ValueError(f"The chat template refuses the conversation ({why}).") from error
-
-
 def _omitted_parts(text: str, messages: list[Message], tools: list[Tool] | None) -> list[str]:
     """Return the parts of a row that the chat template does not write: keys of [`~training.data.rows.LOG_LINES`]."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
@@ -246,40 +215,45 @@ def render(
     messages: list[Message],
     tools: list[Tool] | None,
     thinking: bool,
-    prompt: bool,
+    prompt: bool = False,
+    blocks: Spans | None = None,
 ) -> str:
-    """Render a conversation with the tokenizer's chat template."""
-    mode: dict[str, Any] = {"thinking": thinking, "enable_thinking": thinking}
+    """Render a conversation with the tokenizer's chat template, as `apply_chat_template` does. `blocks` gets the spans
+    of the text between the template's tags."""
     template = chat_template_of(tokenizer, tools)
     conversation = spelled(messages, template, template_reading(tokenizer, template))
-    with _explaining_template_errors():
-        text = tokenizer.apply_chat_template(
-            conversation,
-            tools=tools,  # type: ignore[arg-type]
-            tokenize=False,
-            add_generation_prompt=prompt,
-            **mode,
-        )
-    return _checked_text(str(text))
-
-
-def _checked_text(text: str) -> str:
-    """Return a text that tokenizers can read. JSON can have half a character, as `"\\ud83d"`."""
+    variables: dict[str, Any] = {**tokenizer.special_tokens_map, "thinking": thinking, "enable_thinking": thinking}
     try:
-        text.encode()
+        rendered: Any = render_jinja_template(
+            conversations=[conversation],
+            tools=tools,  # type: ignore[arg-type]
+            chat_template=template,
+            return_assistant_tokens_mask=blocks is not None,
+            add_generation_prompt=prompt,
+            **variables,
+        )
+    except Exception as error:  # a template raises anything
+        kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "  # its own `raise_exception`
+        why = " ".join(f"{kind}{error}".split())
+        raise ValueError(f"The chat template refuses the conversation ({why}).") from error
+    (text,), found = rendered
+    try:
+        text.encode()  # JSON can have half a character, as `"\ud83d"`, which no tokenizer can read
     except UnicodeEncodeError as error:
         raise ValueError(
             f"A text has half a character, {text[error.start]!r}: correct it, or leave such rows out."
         ) from error
-    return text
+    if blocks is not None:
+        blocks += found[0]
+    return str(text)
 
 
 def _spans_by_prefix(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None
 ) -> tuple[str, list[tuple[int, int] | None], list[str]]:
     thinks = [bool(message.get("reasoning_content")) for message in messages]
-    text = render(tokenizer, messages, tools, thinks[-1], prompt=False)
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)]
+    text = render(tokenizer, messages, tools, thinks[-1])
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and is_trained(message)]
     spans: list[tuple[int, int] | None] = []
     reasons = []
     for i in answers:
@@ -287,7 +261,7 @@ def _spans_by_prefix(
         if i == 0:
             reasons.append("unasked")
             continue
-        through = render(tokenizer, messages[: i + 1], tools, thinks[i], prompt=False)
+        through = render(tokenizer, messages[: i + 1], tools, thinks[i])
         reason = "unprompted"
         for thinking in (thinks[i], not thinks[i]):  # the other one where reasoning is written into the content
             prompt = render(tokenizer, messages[:i], tools, thinking, prompt=True)

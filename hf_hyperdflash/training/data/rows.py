@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from .blocks import anchor_candidates
 from .encoding import chat_template_of, encode_chat
 from .file_positions import POSITION_COLUMN, locating_errors, read_rows
-from .messages import read_tools, says_nothing, to_messages
+from .messages import is_trained, read_tools, says_nothing, to_messages
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -284,7 +284,7 @@ def _encode_row(
             try:
                 messages, tools, is_cut = to_messages(row), read_tools(row), bool(row.get("truncated"))
                 ids, mask = encode_chat(tokenizer, messages, is_cut, tools, end_ids, notes).values()
-                answers = [m for m in messages if m["role"] == "assistant" and m.get("train") is not False]
+                answers = [m for m in messages if m["role"] == "assistant" and is_trained(m)]
                 if answers and all(map(says_nothing, answers)) and sum(mask) < 2:
                     notes = ["empty"]
             except ValueError as error:  # a row that cannot be used gets a note and stops no run

@@ -53,25 +53,24 @@ def _flag(default: _T, help: str, **choices: Sequence[object]) -> _T:
 def check_fields(given: Any, dashes: str = "") -> None:
     """Raise a `ValueError` if a field is none of its choices, or out of its range. Each may keep its default."""
     for each in fields(given):
-        name, value, choices = each.name, getattr(given, each.name), each.metadata.get("choices")
+        name, value = each.name, getattr(given, each.name)
+        least, choices = _LEAST.get(name), each.metadata.get("choices")
         is_number = isinstance(value, (int, float)) and 0 <= value < math.inf
         if value == each.default:
             continue
-        if name in _LEAST:
-            is_good, expected = (
-                isinstance(value, int) and value >= _LEAST[name],
-                f"a whole number of at least {_LEAST[name]}",
-            )
-        elif name in _NOT_NEGATIVE:
-            is_good, expected = is_number, "a number of at least 0"
-        elif name in _POSITIVE:
-            is_good, expected = is_number and value > 0, "a number of more than 0"
-        elif name in _BELOW_1:
-            is_good, expected = is_number and value < 1, "a number from 0 to below 1"
+        if least is not None and (not isinstance(value, int) or value < least):
+            expected = f"a whole number of at least {least}"
+        elif name in _NOT_NEGATIVE and not is_number:
+            expected = "a number of at least 0"
+        elif name in _POSITIVE and not (is_number and value):
+            expected = "a number of more than 0"
+        elif name in _BELOW_1 and not (is_number and value < 1):
+            expected = "a number from 0 to below 1"
+        elif choices and value not in choices:
+            expected = f"one of {', '.join(map(str, choices))}"
         else:
-            is_good, expected = not choices or value in choices, f"one of {', '.join(map(str, choices or ()))}"
-        if not is_good:
-            raise ValueError(f"`{dashes}{name}` is {value!r}, expected {expected}.")
+            continue
+        raise ValueError(f"`{dashes}{name}` is {value!r}, expected {expected}.")
 
 
 # Complete settings of the loss. A recipe sets the fields that the user did not set.

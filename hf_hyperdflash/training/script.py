@@ -21,17 +21,8 @@ from ..drafters.configuration import DrafterConfig
 from ..drafters.parts.heads import HEADS
 from ..drafters.reading import ReadingDrafter
 from ..drafters.saved import SavedDrafter
+from ..hub import loading
 from ..hub.kinds import KINDS, TRAINED, DrafterKind
-from ..hub.loading import (
-    check_device,
-    check_drafter,
-    check_made_for,
-    check_target,
-    default_dtype,
-    load_drafter,
-    load_target,
-    load_tokenizer,
-)
 from ..targets.registry import target_of
 from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
@@ -39,14 +30,7 @@ from .data.encoding import encode_prompts, end_ids_of
 from .data.rows import count_tokens, joined, load_rows, prepare_dataset
 from .data.templates import read_chat_template
 from .flags import STAGES, ScriptArguments
-from .runs.checkpoints import (
-    apply_umask,
-    checkpoint_to_resume,
-    checkpoints,
-    describe_earlier_run,
-    newest_complete,
-    remove_checkpoint,
-)
+from .runs import checkpoints
 from .runs.progress import Lines, LinesAboveBar
 from .runs.record import public_name
 from .trainer import HyperDFlashTrainer
@@ -125,7 +109,7 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if args.eval_strategy != "no":
         check_metric(args.metric_for_best_model, generates=script.eval_prompts > 0)
     if script.device_map:
-        check_device(script.device_map, "--device_map")
+        loading.check_device(script.device_map, "--device_map")
     if script.overwrite_output_dir and args.resume_from_checkpoint:
         raise ValueError(
             "`--overwrite_output_dir` begins anew and `--resume_from_checkpoint` goes on: leave one of them out."
@@ -138,10 +122,10 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     """Load an earlier stage's drafter in float32, which an optimizer needs, with the heads and the number of draft
     positions of the flags. No weight depends on that number. What does not fit the target is refused before weights
     are loaded."""
-    found = check_drafter(str(script.drafter), kinds=TRAINED, or_others=True)
-    check_made_for(script.target, found)
+    found = loading.check_drafter(str(script.drafter), kinds=TRAINED, or_others=True)
+    loading.check_made_for(script.target, found)
     torch.manual_seed(seed)
-    drafter: Any = load_drafter(found, dtype=torch.float32)
+    drafter: Any = loading.load_drafter(found, dtype=torch.float32)
     if getattr(drafter.config, "target_name_or_path", None) == "":  # other programs' files mostly do not say
         drafter.config.target_name_or_path = public_name(script.target)
     if script.draft_vocab_size is not None:
@@ -246,7 +230,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
             run(script, args)
     except KeyboardInterrupt:
         # While the flag is set the checkpoints are still the earlier run's.
-        last = None if script.overwrite_output_dir else newest_complete(Path(str(args.output_dir)))[0]
+        last = None if script.overwrite_output_dir else checkpoints.newest_complete(Path(str(args.output_dir)))[0]
         go_on = f"with `--resume_from_checkpoint true` goes on from {last}"
         _print_status(args, f"\nStopped. The same command {go_on if last else 'begins again: no checkpoint yet'}.")
         raise SystemExit(130) from None
@@ -257,21 +241,19 @@ def _quiet_output(args: HyperDFlashTrainingArguments) -> Iterator[None]:
     """Hide bars of libraries where training has none, and let only the first process log."""
     import datasets
 
-    facts, level = logging.getLogger(__package__.partition(".")[0]), None
-    libraries = datasets.utils.logging, transformers_logging
+    facts = logging.getLogger(__package__.partition(".")[0])
+    level, libraries = facts.level, (datasets.utils.logging, transformers_logging)
     hidden = [library for library in libraries if args.disable_tqdm and library.is_progress_bar_enabled()]
     for library in hidden:
         library.disable_progress_bar()
     if args.process_index:
-        level = facts.level
         facts.setLevel(logging.ERROR)
     try:
         yield
     finally:
         for library in hidden:
             library.enable_progress_bar()
-        if level is not None:
-            facts.setLevel(level)
+        facts.setLevel(level)
 
 
 def _print_status(args: HyperDFlashTrainingArguments, text: str) -> None:
@@ -283,23 +265,27 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     folder, wanted = Path(str(args.output_dir)), args.resume_from_checkpoint
     resume = True if wanted in ("True", "true") else wanted  # the newest, or a checkpoint's folder
     if resume:
-        checkpoint_to_resume(resume, folder)
-    elif (found := describe_earlier_run(folder)) and not script.overwrite_output_dir:
-        go_on = "go on with that run with `--resume_from_checkpoint true`, " if newest_complete(folder)[0] else ""
+        checkpoints.checkpoint_to_resume(resume, folder)
+    elif (found := checkpoints.describe_earlier_run(folder)) and not script.overwrite_output_dir:
+        go_on = (
+            "go on with that run with `--resume_from_checkpoint true`, "
+            if checkpoints.newest_complete(folder)[0]
+            else ""
+        )
         raise ValueError(
             f"`--output_dir` is {str(folder)!r}, which has {found}: {go_on}name another folder, or replace it with "
             "`--overwrite_output_dir true`, which removes its checkpoints."
         )
-    check_target(script.target)
+    loading.check_target(script.target)
     earlier = earlier_drafter(script, args.seed) if script.drafter else None
     _print_status(args, f"Reading {', '.join(script.dataset or ())} ...")
     train, held_out = load_data(script, args.seed)
     _print_status(args, f"Loading {script.target} ...")
-    tokenizer = load_tokenizer(script.target, script.trust_remote_code)
+    tokenizer = loading.load_tokenizer(script.target, script.trust_remote_code)
     if script.chat_template:
         tokenizer.chat_template = read_chat_template(script.chat_template, "--chat_template")
-    dtype = script.target_dtype or default_dtype(script.target)
-    target = load_target(
+    dtype = script.target_dtype or loading.default_dtype(script.target)
+    target = loading.load_target(
         script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
     )
     train = _choose_vocabulary(script, args, target, tokenizer, train, held_out)
@@ -328,8 +314,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     given = f"{len(prompts)} of them to generate from (`--eval_prompts`)"
     _print_status(args, f"Training on {amount}, {len(held_out_rows)} held out ({of}), {given}.")
     if script.overwrite_output_dir:  # now that all is loaded, and training can begin
-        for earlier_checkpoint in checkpoints(folder) if args.process_index == 0 else ():
-            remove_checkpoint(earlier_checkpoint)  # the earlier drafter stays until this run has one
+        for earlier_checkpoint in checkpoints.checkpoints(folder) if args.process_index == 0 else ():
+            checkpoints.remove_checkpoint(earlier_checkpoint)  # the earlier drafter stays until this run has one
         trainer.accelerator.wait_for_everyone()
         script.overwrite_output_dir = False
     try:
@@ -343,8 +329,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     trainer.save_state()
     if trainer.is_world_process_zero():
         # Loading casts what may be cast; the gate stays float32.
-        load_drafter(folder, dtype=script.save_dtype).save_pretrained(folder)
-        apply_umask(folder)
+        loading.load_drafter(folder, dtype=script.save_dtype).save_pretrained(folder)
+        checkpoints.apply_umask(folder)
         taus = [f"{name} {metrics[name]:.2f}" for name in ("eval_tau", "eval_teacher_forced_tau") if name in metrics]
         print(f"Saved to {args.output_dir}: {', '.join(taus)}")
     if args.push_to_hub:

@@ -234,7 +234,7 @@ def test_a_file_that_cannot_be_read_is_told_by_its_line_before_the_target_is_loa
     logged = []
     reader = logging.getLogger("datasets.packaged_modules.json.json")
     monkeypatch.setattr(reader, "callHandlers", lambda record: logged.append(record.getMessage()))
-    monkeypatch.setattr("hf_hyperdflash.training.script.load_target", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("hf_hyperdflash.hub.loading.load_target", lambda *_, **__: pytest.fail("it was loaded"))
     given = flags(tmp_path, path, eval_rows=64, eval_dataset="other.jsonl" if streaming else None)
     Refusal(lambda: train([*given, *["--streaming"] * streaming]), (path.name, *words)).check()
     assert [each.name for each in tmp_path.iterdir()] == [path.name] and not logged  # told once

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
-from .flags import RECIPES, TrainingFlags, check_fields
+from .flags import LOSS_WEIGHTS, RECIPES, TrainingFlags, check_fields
 
 MAX_LENGTH = 4096  # the default for targets with at least as many positions
 _UNLISTED = ("azure_ml", "flyte")  # reporters that transformers may not list as installed
@@ -80,7 +80,7 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
         check_fields(self)
         if self.seed >= 2**32:
             raise ValueError(f"`seed` is {self.seed}, expected a whole number below 2**32.")
-        if not (self.ce_weight or self.kl_weight or self.tv_weight):
+        if not any(getattr(self, name) for name in LOSS_WEIGHTS[:3]):  # the others train parts of a drafter alone
             raise ValueError("`ce_weight`, `kl_weight` and `tv_weight` are all 0: expected one to train with.")
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` is True, expected False: it would drop the loss mask.")

@@ -14,8 +14,9 @@ from torch import nn
 from ...drafters.parts.heads import HEADS, HeadOutput
 from ...drafters.parts.layers import block_inputs
 from ...targets.target import Target, computable
+from ..arguments import LOSS_WEIGHTS
 from ..data.blocks import anchor_candidates, anchor_seeds, block_labels, block_masks, previous_tokens, sample_anchors
-from ..flags import LOSS_WEIGHTS, TrainingFlags
+from ..flags import TrainingFlags
 from .loss import (
     IGNORE_INDEX,
     DrafterLoss,

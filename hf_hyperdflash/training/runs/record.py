@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...hub.cards import TRAINING_RECORD
-from ..flags import LOSS_WEIGHTS
+from ..arguments import LOSS_WEIGHTS
 
 REPORTED = (
     "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size",

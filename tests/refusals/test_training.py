@@ -219,6 +219,7 @@ BAD = {  # bytes, and words of the one line
     "utf-16": (LINE.encode("utf-16"), (":1", "UTF-8")),
     "far down": (FAR, (":1201", "UTF-8")),
     "a document": (b'[{"question": "q"}, 3]', ("row 1", "int")),
+    "a damaged document": (b'{\n"question": "q"}\n\n{\n"answer":}\n', (":5", "column 10")),
     "an empty document": (b"[]", ("no rows",)),
 }
 

@@ -95,6 +95,10 @@ def sources_of(rows, folder):
     (parts / "test.jsonl").write_text(json.dumps(asked("of another split")))
     paths = [lines, marked, document, parts]
     if rows is ALIKE:  # which Arrow can hold as they are
+        spread, abreast = folder / "spread.json", folder / "abreast.jsonl"  # objects of several lines, and two on one
+        spread.write_text("\n".join(json.dumps(row, indent=1) for row in rows))
+        abreast.write_text("\n".join(map(json.dumps, rows)).replace("\n", " ", 1))
+        paths += [spread, abreast]
         table = Dataset.from_list(rows)
         (folder / "tables").mkdir()
         for path in (folder / "rows.parquet", folder / "tables" / "train.parquet"):
@@ -325,9 +329,11 @@ def test_a_stream_tells_of_every_doubling(caplog):
 
 def test_rows_of_files_are_told_by_their_line(tmp_path, caplog):
     """Empty lines count, as in an editor."""
-    path = tmp_path / "rows.jsonl"
+    path, saved = tmp_path / "rows" / "rows.jsonl", tmp_path / "saved"
+    path.parent.mkdir()
     path.write_text("\n".join(["", json.dumps(GOOD), "", json.dumps(asked("hi", ""))]))
-    for source, streaming in product((path, tmp_path), (False, True)):
+    load_rows(str(path)).save_to_disk(saved)
+    for source, streaming in product((path, path.parent, saved), (False, True)):
         kept, (line,) = told(load_rows(str(source), streaming=streaming), templated(LINES), caplog)
         assert len(kept) == 1 and f"{path}:4" in line
 

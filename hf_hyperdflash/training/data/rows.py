@@ -140,9 +140,7 @@ def _json_rows(path: str, streaming: bool) -> Dataset | IterableDataset:
     if streaming:
         return IterableDataset.from_generator(read_rows, gen_kwargs={"path": path})
     rows = load_dataset("json", data_files=path, split="train")
-    if len(positions) != len(rows):  # columns of many rows each
-        positions = [f"{path}, row {number}" for number in range(len(rows))]
-    elif mixed := [name for name, feature in rows.features.items() if "Json(" in repr(feature)]:
+    if mixed := [name for name, feature in rows.features.items() if "Json(" in repr(feature)]:
         read = list(read_rows(path))
         for name in mixed:  # columns of several types, with the values of the file
             rows = _json_column(rows, name, [row.get(name) for row in read])

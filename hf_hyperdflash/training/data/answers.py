@@ -24,10 +24,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...targets.registry import target_of
-from .encoding import end_ids_of, render
+from .encoding import end_ids_of
 from .file_positions import locating_errors
 from .messages import Message, Tool, read_tools, to_messages
 from .rows import load_rows
+from .templates import ChatTemplate
 
 Answer = tuple[Message, bool]  # and whether it is cut off, so that it has no end to learn from
 
@@ -91,7 +92,7 @@ class Conversation:
         if self.truncated or not messages or messages[-1]["role"] != "user":
             return False
         try:
-            text = render(self.tokenizer, messages, self.tools, self.settings.thinking, prompt=True)
+            text = ChatTemplate(self.tokenizer, self.tools).render(messages, self.settings.thinking, prompt=True)
         except ValueError:
             if not self.messages:
                 raise

@@ -9,15 +9,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from .file_positions import locating_errors
 from .messages import Message, Tool, function_name, is_trained, read_tools, says_nothing, to_messages
-from .templates import spelled, template_reading
-
-Spans = list[tuple[int, int]]
+from .templates import ChatTemplate, Spans
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -54,11 +50,12 @@ def encode_chat(
     if trained and trained[-1] + 1 < len(messages):
         notes += ["tail"] * (trained[-1] == answers[-1])
         messages, truncated = messages[: trained[-1] + 1], False
-    text, found, reasons = _answer_spans(tokenizer, messages, tools)
+    template = ChatTemplate(tokenizer, tools)
+    text, found, reasons = _answer_spans(template, messages)
     notes += reasons + _omitted_parts(text, messages, tools)
     spans = [span for span in found if span is not None]
     if spans:
-        text, spans = _with_ends(tokenizer, text, spans, messages[-1], tools, end_ids)
+        text, spans = _with_ends(tokenizer, template, text, spans, messages[-1], end_ids)
     if truncated and spans and found[-1] is not None and messages[-1]["role"] == "assistant":
         # The text ends after the words of the last answer. If they are not found, that is not supervised.
         located, answer = len(spans), messages[-1].get("content") or messages[-1].get("reasoning_content") or ""
@@ -131,14 +128,14 @@ def _tokens_with_ends(
 
 
 def _answer_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None
+    template: ChatTemplate, messages: list[Message]
 ) -> tuple[str, list[tuple[int, int] | None], list[str]]:
     """Return the rendered conversation, the spans `text[start:end]` of the answers, None where one is not found, and
     why those are not."""
-    if not _GENERATION_TAG.search(chat_template_of(tokenizer, tools)):
-        return _spans_by_prefix(tokenizer, messages, tools)
+    if not _GENERATION_TAG.search(template.text):
+        return _spans_by_prefix(template, messages)
     blocks: Spans = []
-    text = render(tokenizer, messages, tools, bool(messages[-1].get("reasoning_content")), blocks=blocks)
+    text = template.render(messages, bool(messages[-1].get("reasoning_content")), blocks=blocks)
     answers = [message for message in messages if message["role"] == "assistant"]
     if len(blocks) == len(answers):
         blocks = [block for block, answer in zip(blocks, answers) if is_trained(answer)]
@@ -154,10 +151,10 @@ def _answer_spans(
 
 def _with_ends(
     tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
     text: str,
     spans: Spans,
     last: Message,
-    tools: list[Tool] | None,
     end_ids: Collection[int] | None,
 ) -> tuple[str, Spans]:
     """Let each answer end with the token that ends it: its own, without the white space after it, which is never
@@ -165,8 +162,11 @@ def _with_ends(
     added = tokenizer.added_tokens_decoder.values()
     special = [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
     ends = special if end_ids is None else list(filter(None, tokenizer.convert_ids_to_tokens(list(end_ids))))
-    reading = template_reading(tokenizer, chat_template_of(tokenizer, tools))
-    openings = [_opening(following, ends) for following in (reading.after_answer, reading.after_call)]
+    openings = []  # of the turns after an answer and after a call, with the white space before them
+    for following in (template.reading.after_answer, template.reading.after_call):
+        space = len(following) - len(following.lstrip())
+        begun = [following[: space + len(end)] for end in ends if following.startswith(end, space)]
+        openings.append(max(begun, key=len, default=""))
     own = (*special, *ends)
     if spans[-1][1] == len(text) and last["role"] == "assistant" and not text.rstrip().endswith(own):
         text += openings[bool(last.get("tool_calls"))]
@@ -179,21 +179,6 @@ def _with_ends(
             end += max((len(opening) for opening in openings if text.startswith(opening, end)), default=0)
         ended.append((start, end))
     return text, ended
-
-
-def _opening(text: str, tokens: list[str]) -> str:
-    """Return the one of some tokens that a text begins with, and the white space before it."""
-    space = len(text) - len(text.lstrip())
-    return max((text[: space + len(token)] for token in tokens if text.startswith(token, space)), key=len, default="")
-
-
-def chat_template_of(tokenizer: PreTrainedTokenizerBase, tools: list[Tool] | None = None) -> str:
-    if tokenizer.chat_template:
-        return tokenizer.get_chat_template(tools=tools)
-    raise ValueError(
-        f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so prompts and answers cannot be told apart: "
-        "set `tokenizer.chat_template` to a Jinja template (`--chat-template FILE` of `hf-hyperdflash train`)."
-    )
 
 
 def _omitted_parts(text: str, messages: list[Message], tools: list[Tool] | None) -> list[str]:
@@ -210,49 +195,11 @@ def _omitted_parts(text: str, messages: list[Message], tools: list[Tool] | None)
     ]
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    tools: list[Tool] | None,
-    thinking: bool,
-    prompt: bool = False,
-    blocks: Spans | None = None,
-) -> str:
-    """Render a conversation with the tokenizer's chat template, as `apply_chat_template` does. `blocks` gets the spans
-    of the text between the template's tags."""
-    template = chat_template_of(tokenizer, tools)
-    conversation = spelled(messages, template, template_reading(tokenizer, template))
-    variables: dict[str, Any] = {**tokenizer.special_tokens_map, "thinking": thinking, "enable_thinking": thinking}
-    try:
-        rendered: Any = render_jinja_template(
-            conversations=[conversation],
-            tools=tools,  # type: ignore[arg-type]
-            chat_template=template,
-            return_assistant_tokens_mask=blocks is not None,
-            add_generation_prompt=prompt,
-            **variables,
-        )
-    except Exception as error:  # a template raises anything
-        kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "  # its own `raise_exception`
-        why = " ".join(f"{kind}{error}".split())
-        raise ValueError(f"The chat template refuses the conversation ({why}).") from error
-    (text,), found = rendered
-    try:
-        text.encode()  # JSON can have half a character, as `"\ud83d"`, which no tokenizer can read
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"A text has half a character, {text[error.start]!r}: correct it, or leave such rows out."
-        ) from error
-    if blocks is not None:
-        blocks += found[0]
-    return str(text)
-
-
 def _spans_by_prefix(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None
+    template: ChatTemplate, messages: list[Message]
 ) -> tuple[str, list[tuple[int, int] | None], list[str]]:
     thinks = [bool(message.get("reasoning_content")) for message in messages]
-    text = render(tokenizer, messages, tools, thinks[-1])
+    text = template.render(messages, thinks[-1])
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and is_trained(message)]
     spans: list[tuple[int, int] | None] = []
     reasons = []
@@ -261,10 +208,10 @@ def _spans_by_prefix(
         if i == 0:
             reasons.append("unasked")
             continue
-        through = render(tokenizer, messages[: i + 1], tools, thinks[i])
+        through = template.render(messages[: i + 1], thinks[i])
         reason = "unprompted"
         for thinking in (thinks[i], not thinks[i]):  # the other one where reasoning is written into the content
-            prompt = render(tokenizer, messages[:i], tools, thinking, prompt=True)
+            prompt = template.render(messages[:i], thinking, prompt=True)
             if not through.startswith(prompt):
                 continue
             if through == prompt and not says_nothing(messages[i]):
@@ -297,7 +244,7 @@ def encode_prompts(
 
     With `at_most`, rows that give no prompt are skipped until so many are found. Raise a `ValueError` if the tokenizer
     has no chat template, or a row (with `at_most`, every row) no user turn, or the template refuses it."""
-    chat_template_of(tokenizer)
+    ChatTemplate(tokenizer)  # says that there is none, which is no row's fault
     prompts: list[torch.Tensor] = []
     refused: ValueError | None = None
     for number, row in enumerate(rows):
@@ -315,7 +262,7 @@ def encode_prompts(
                     roles.pop()
                 if not roles:
                     raise ValueError("The conversation asks nothing: expected a message before the answer.")
-                text = render(tokenizer, messages[: len(roles)], read_tools(row), thinking, prompt=True)
+                text = ChatTemplate(tokenizer, read_tools(row)).render(messages[: len(roles)], thinking, prompt=True)
         except ValueError as error:
             if at_most is None:
                 raise

@@ -17,9 +17,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .blocks import anchor_candidates
-from .encoding import chat_template_of, encode_chat
+from .encoding import encode_chat
 from .file_positions import POSITION_COLUMN, locating_errors, read_rows
 from .messages import is_trained, read_tools, says_nothing, to_messages
+from .templates import ChatTemplate
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -226,7 +227,7 @@ def prepare_dataset(
     else:
         columns = dataset.column_names or list(next(iter(dataset), {}))
     if tokenizer is not None and "input_ids" not in columns:
-        chat_template_of(tokenizer)  # says that there is none, which is no row's fault
+        ChatTemplate(tokenizer)  # says that there is none, which is no row's fault
     features = Features({name: Sequence(Value("int32")) for name in _COLUMNS})
     with_notes = Features({**features, _NOTES: Sequence(Value("string")), _POSITION: Value("string")})
     how: dict[str, Any] = dict(tokenizer=tokenizer, max_length=max_length, vocab_size=vocab_size, end_ids=end_ids)

@@ -311,6 +311,10 @@ CASES = {  # template, conversation, options, what is trained on
             (chat("<|user|>", "it", "it", "it", "it"), ["it</s>", "it</s>"]),
         )
     },
+    "an earlier answer, where the last that was cut does not follow its prompt": (
+        LINES.replace("t|>\n' }}{% endif", "t|>\n' + ('<s>' if messages|length > 2 else '') }}{% endif"),
+        chat("hi", "It is three.", "why?", "It is"), CUT, ["It is three.</s>"],
+    ),
     "a cut within reasoning": (SHIPPED, chat("q?", ("I think", "")), CUT, ["I think"]),
     "a cut before a word": (SHIPPED, chat("a", "b", "c", ""), CUT, ["b</s>"]),
     "a cut that does not show": (SHIPPED.replace("m.content + eos", "'!' + eos"), chat("say yes", "yes"), CUT, []),

@@ -234,8 +234,9 @@ USES = [*chat("add"), CALL, RESULT, CALL, RESULT, THREE]
 UNCUT = LINES.replace("m.content + eos", "'!' + eos")
 LEFT_OUT = {  # template, rows, the numbers of those that are kept, and words of each line that is logged
     "no answer, and an empty one": (
-        LINES, [GOOD, asked("hi", ""), {"turns": ["hi"]}, GOOD, {"turns": ["q"]}], [0, 3],
-        [("2 of 5", "row 2", "no assistant text"), ("1 of 5", "row 1", "empty")],
+        LINES.replace("m.content", "m.content.strip()"),
+        [GOOD, asked("hi", "  "), {"turns": ["hi"]}, GOOD, {**asked("hi", ""), "truncated": True}, {"turns": ["q"]}],
+        [0, 3], [("2 of 6", "row 2", "no assistant text"), ("2 of 6", "row 1", "empty")],
     ),
     "what cannot be read, the most frequent reason first": (
         LINES,
@@ -262,8 +263,10 @@ LEFT_OUT = {  # template, rows, the numbers of those that are kept, and words of
          ("tools", "row 3"), ("tool calls", "row 4")],
     ),
     "what is not to be trained on": (
-        LINES, [{"messages": [MESSAGES[0], {**THREE, "train": False}]}, GOOD], [1],
-        [("1 of 2", "row 0", "nothing left"), ("1 answers", "1 of 2", "row 0", "`train`")],
+        LINES,
+        [GOOD, {"messages": [MESSAGES[0], {**THREE, "train": False}] * 2},
+         {"messages": [*MESSAGES, AGAIN, {**SO, "train": False}]}],
+        [0, 2], [("1 of 3", "row 1", "nothing left"), ("3 answers", "2 of 3", "row 1", "`train`")],
     ),
     "answers that nothing asks for": (
         LINES, [{"messages": [THREE, *MESSAGES]}], [0], [("1 answers", "1 of 1", "row 0")],

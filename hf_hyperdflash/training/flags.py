@@ -50,7 +50,7 @@ def _flag(default: _T, help: str, **choices: Sequence[object]) -> _T:
     return field(default=default, metadata={"help": help, **choices})
 
 
-def check_fields(given: Any, dashes: str = "") -> None:
+def check_fields(given: TrainingFlags | ScriptArguments, dashes: str = "") -> None:
     """Raise a `ValueError` if a field is none of its choices, or out of its range. Each may keep its default."""
     for each in fields(given):
         name, value = each.name, getattr(given, each.name)

@@ -151,7 +151,7 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
 def new_drafter(script: ScriptArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> SavedDrafter:
     """Make a new drafter in float32."""
     kind = _kind(script)
-    given: dict[str, Any] = dict(script.drafter_fields())
+    given: dict[str, object] = dict(script.drafter_fields())
     if "mask_token_id" in (kind.train_flags or ()):  # which is found in the vocabulary, if it is not given
         given["tokenizer"] = tokenizer
     given["target_name_or_path"] = public_name(script.target)
@@ -196,7 +196,7 @@ def _kind(script: ScriptArguments) -> DrafterKind:
     return next(kind for kind in KINDS if kind.model_type == script.drafter_type)
 
 
-def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
+def load_data(script: ScriptArguments, seed: int) -> tuple[Dataset | IterableDataset, Dataset]:
     """Load training rows and held-out rows, each with its position in its file."""
     parts = []
     for source in script.dataset or ():

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...targets.registry import target_of
 from .encoding import end_ids_of
 from .file_positions import locating_errors
-from .messages import Message, Tool, read_tools, to_messages
+from .messages import Json, Message, Tool, read_tools, to_messages
 from .rows import load_rows
 from .templates import ChatTemplate
 
@@ -71,7 +71,7 @@ def check_tokenizer(target: str, tokenizer: PreTrainedTokenizerBase, thinking: b
 class Conversation:
     """Messages so far and user turns that wait; `ids` is the prompt of the next answer."""
 
-    def __init__(self, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings) -> None:
+    def __init__(self, row: Mapping[str, Json], tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings) -> None:
         self.tokenizer, self.settings, self.tools = tokenizer, settings, read_tools(row)
         turns = [dict(message) for message in to_messages(row) if message["role"] != "assistant"]
         if row.get("question"):

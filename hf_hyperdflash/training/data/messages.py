@@ -212,7 +212,7 @@ def _text(content: Json, speaker: str) -> str:
     raise ValueError(f"A message by {speaker!r} says {repr(content)[:100]}, expected text. Leave such rows out.")
 
 
-def _parsed_calls(given: Json) -> list[Any]:
+def _parsed_calls(given: Json) -> list[Json]:
     """Return a list of calls, from one, several, or their JSON text."""
     try:
         calls = json.loads(given) if isinstance(given, str) else given

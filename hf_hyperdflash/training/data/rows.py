@@ -148,7 +148,7 @@ def _json_rows(path: str, streaming: bool) -> Dataset | IterableDataset:
     return rows.add_column(POSITION_COLUMN, positions)
 
 
-def joined(parts: list[Any]) -> Any:
+def joined(parts: list[Dataset | IterableDataset]) -> Dataset | IterableDataset:
     """Return datasets as one, each row with its own columns and types."""
     from datasets import Dataset, IterableDataset, concatenate_datasets
 
@@ -267,7 +267,7 @@ def _encode_row(
     max_length: int,
     vocab_size: int | None,
     end_ids: Collection[int] | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     notes: list[str] = []
     with locating_errors(row, number):
         is_tokenized = row.get("input_ids") is not None and row.get("loss_mask") is not None
@@ -315,7 +315,7 @@ def _encode_row(
     return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, _NOTES: notes, _POSITION: position}
 
 
-def _checked_tokens(row: Mapping[str, Any], vocab_size: int | None) -> tuple[list[int], list[int]]:
+def _checked_tokens(row: Mapping[str, Iterable[int]], vocab_size: int | None) -> tuple[list[int], list[int]]:
     given, mask = list(row["input_ids"]), [int(bool(supervised)) for supervised in row["loss_mask"]]
     if len(given) != len(mask):
         raise ValueError(f"A row has {len(given)} input_ids but a loss_mask of {len(mask)}: expected equal lengths.")

@@ -8,7 +8,7 @@ import re
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ class ChatTemplate:
                 "`hf-hyperdflash train`)."
             )
         self.text, self.tools = tokenizer.get_chat_template(tools=tools), tools
-        self.special_tokens: dict[str, Any] = tokenizer.special_tokens_map
+        self.special_tokens = tokenizer.special_tokens_map
         self.reading = _reading(
             self.text, frozenset((name, str(token)) for name, token in self.special_tokens.items())
         )
@@ -73,19 +73,19 @@ class ChatTemplate:
         template's tags."""
         conversation = _spelled(messages, self.text, self.reading)
         try:
-            rendered: Any = render_jinja_template(
+            rendered = render_jinja_template(
                 conversations=[conversation],
                 tools=self.tools,  # type: ignore[arg-type]
                 chat_template=self.text,
                 return_assistant_tokens_mask=blocks is not None,
                 add_generation_prompt=prompt,
-                **{**self.special_tokens, "thinking": thinking, "enable_thinking": thinking},
+                **{**self.special_tokens, "thinking": thinking, "enable_thinking": thinking},  # type: ignore[arg-type]
             )
         except Exception as error:  # a template raises anything
             kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "  # its own `raise_exception`
             why = " ".join(f"{kind}{error}".split())
             raise ValueError(f"The chat template refuses the conversation ({why}).") from error
-        (text,), found = rendered
+        (text,), found = cast(tuple[list[str], list[Spans]], rendered)
         try:
             text.encode()  # JSON can have half a character, as `"\ud83d"`, which no tokenizer can read
         except UnicodeEncodeError as error:
@@ -94,7 +94,7 @@ class ChatTemplate:
             ) from error
         if blocks is not None:
             blocks += found[0]
-        return str(text)
+        return text
 
 
 @lru_cache(maxsize=32)

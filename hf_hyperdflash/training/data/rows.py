@@ -319,8 +319,8 @@ def _checked_tokens(row: Mapping[str, Iterable[int]], vocab_size: int | None) ->
     given, mask = list(row["input_ids"]), [int(bool(supervised)) for supervised in row["loss_mask"]]
     if len(given) != len(mask):
         raise ValueError(f"A row has {len(given)} input_ids but a loss_mask of {len(mask)}: expected equal lengths.")
-    if None in given:
-        raise ValueError(f"`input_ids` has nothing at {given.index(None)}, expected a token id.")
+    if nothing := [place for place, token in enumerate(given) if token is None]:
+        raise ValueError(f"`input_ids` has nothing at {nothing[0]}, expected a token id.")
     ids = list(map(index, given))  # of a tensor, too
     for found in (min(ids, default=0), max(ids, default=0)):
         if found < 0 or (vocab_size is not None and found >= vocab_size):

@@ -222,6 +222,7 @@ BAD = {  # bytes, and words of the one line
     "far down": (FAR, (":1201", "UTF-8")),
     "a document": (b'[{"question": "q"}, 3]', ("row 1", "int")),
     "a damaged document": (b'{\n"question": "q"}\n\n{\n"answer":}\n', (":5", "column 10")),
+    "a document in latin-1": ('[{"question": "q"},\n{"question": "é"}]'.encode("latin-1"), (":2", "UTF-8")),
     "an empty document": (b"[]", ("no rows",)),
 }
 

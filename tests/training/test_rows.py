@@ -336,9 +336,11 @@ def test_rows_of_files_are_told_by_their_line(tmp_path, caplog):
     path.parent.mkdir()
     path.write_text("\n".join(["", json.dumps(GOOD), "", json.dumps(asked("hi", ""))]))
     load_rows(str(path)).save_to_disk(saved)
-    for source, streaming in product((path, path.parent, saved), (False, True)):
+    table = tmp_path / "rows.parquet"
+    Dataset.from_list([GOOD, asked("hi", "")]).to_parquet(table)
+    for source, streaming in product((path, path.parent, saved, table), (False, True)):
         kept, (line,) = told(load_rows(str(source), streaming=streaming), templated(LINES), caplog)
-        assert len(kept) == 1 and f"{path}:4" in line
+        assert len(kept) == 1 and (f"{table}, row 1" if source is table else f"{path}:4") in line
 
 
 def test_nothing_left_is_told_early():

@@ -107,6 +107,8 @@ def test_defaults_that_differ_from_transformers(tmp_path):
     args = HyperDFlashTrainingArguments(str(tmp_path), use_cpu=True)
     assert not (args.dataloader_pin_memory or args.ddp_find_unused_parameters or args.remove_unused_columns)
     assert args.accelerator_config.dispatch_batches is False and args.learning_rate == 8e-4
+    alone = dict(ce_weight=0, kl_weight=0, tv_weight=1.0)  # which is enough to train with
+    assert HyperDFlashTrainingArguments(str(tmp_path), use_cpu=True, **alone).kl_positions == 2
 
 
 # What happens, and what is recorded of it

@@ -45,7 +45,6 @@ from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.loading import check_target, load_tokenizer
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.encoding import encode_prompts
-from hf_hyperdflash.training.data.file_positions import add_file_positions
 from hf_hyperdflash.training.data.rows import load_rows
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
@@ -269,7 +268,7 @@ def random_lm_head(vocab_size: int, hidden_size: int, dtype: str) -> PreTrainedM
 def prompts_of(arguments: argparse.Namespace) -> list[torch.Tensor]:
     rows: Any = [{"turns": [text]} for text in PROMPTS]
     if arguments.prompts:
-        rows = add_file_positions(load_rows(arguments.prompts), arguments.prompts)
+        rows = load_rows(arguments.prompts)
     chosen = islice(rows, arguments.limit)
     return encode_prompts(load_tokenizer(arguments.target, trust_remote_code=False), chosen)
 

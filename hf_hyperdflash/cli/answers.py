@@ -76,7 +76,7 @@ def answers(
         model = session.load_target(is_exact=False)
         if session.dtype is None and model.dtype == torch.bfloat16 and model.device.type == "cpu":
             print("In bfloat16, which this CPU multiplies faster; `--dtype float32` for float32.", file=sys.stderr)
-        written.add(model, tokenizer, conversations, settings)
+        written.add(model, conversations)
     else:
         print(f"All {len(conversations)} prompts are answered already.")
     print(written.summary(max_new_tokens))

@@ -48,7 +48,6 @@ def calibrate(
     from ..hub import loading
     from ..hub.kinds import TRAINED
     from ..training.data.encoding import encode_prompts
-    from ..training.data.file_positions import add_file_positions
     from ..training.data.rows import load_rows
 
     kind = loading.check_drafter(str(drafter), kinds=TRAINED).kind
@@ -56,7 +55,7 @@ def calibrate(
     if output is not None:
         import_matplotlib()
     loading.check_target(session.target)
-    rows = add_file_positions(load_rows(data), data)
+    rows = load_rows(data)
     count = min(len(rows), limit or len(rows))
     calibration.check_amount(count, max_new_tokens)
     tokenizer = loading.load_tokenizer(session.target, session.trust_remote_code)

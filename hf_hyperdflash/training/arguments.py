@@ -9,17 +9,9 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
-from .flags import RECIPES, TrainingFlags
+from .flags import LOSS_WEIGHTS, RECIPES, TrainingFlags, check_fields
 
-LOSS_WEIGHTS = ("ce_weight", "kl_weight", "tv_weight", "confidence_weight", "blind_weight")
 MAX_LENGTH = 4096  # the default for targets with at least as many positions
-_MINIMA = {  # of whole numbers
-    "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
-    "kl_positions": 1, "num_anchors": 1, "loss_chunk_size": 1, "max_length": 2, "max_steps": 1, "seed": 0,
-    "dataloader_num_workers": 0,
-}  # fmt: skip
-_UNSET = {"kl_positions": None, "max_length": None, "max_steps": -1}
-_POSITIVE = ("kl_temperature", "loss_decay", "num_train_epochs", "save_steps")  # the other numbers may be 0
 _UNLISTED = ("azure_ml", "flyte")  # reporters that transformers may not list as installed
 
 
@@ -76,8 +68,7 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
             self.ddp_find_unused_parameters = False  # a step uses every parameter of a drafter
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # useless on a CPU, with a warning of PyTorch at every epoch
-        self._check_choice("recipe")
-        recipe = RECIPES[self.recipe]
+        recipe = RECIPES.get(self.recipe, {})
         self.set_by_user = {name for name in recipe if getattr(self, name) is not None}
         for name in recipe.keys() - self.set_by_user:
             setattr(self, name, recipe[name])
@@ -86,29 +77,11 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
         accelerator: Any = self.accelerator_config  # an AcceleratorConfig by now
         if accelerator.dispatch_batches is None:
             accelerator.dispatch_batches = False  # rows of a streamed dataset differ in length
-        for name, least in _MINIMA.items():
-            value = getattr(self, name)
-            if name in _UNSET and value == _UNSET[name]:
-                continue
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"`{name}` is {value!r}, expected a whole number of at least {least}.")
+        check_fields(self)
         if self.seed >= 2**32:
             raise ValueError(f"`seed` is {self.seed}, expected a whole number below 2**32.")
-        for name in ("adam_beta1", "adam_beta2"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value < 1:
-                raise ValueError(f"`{name}` is {value!r}, expected a number from 0 to below 1.")
-        for name in (*LOSS_WEIGHTS, "rank_weight", "learning_rate", "weight_decay", *_POSITIVE):
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and 0 <= value < math.inf
-            if (is_number and (value or name not in _POSITIVE)) or (name == "loss_decay" and value is None):
-                continue
-            expected = "more than 0" if name in _POSITIVE else "at least 0"
-            raise ValueError(f"`{name}` is {value!r}, expected a number of {expected}.")
-        if not (self.ce_weight or self.kl_weight or self.tv_weight):
+        if not any(getattr(self, name) for name in LOSS_WEIGHTS[:3]):  # the others train parts of a drafter alone
             raise ValueError("`ce_weight`, `kl_weight` and `tv_weight` are all 0: expected one to train with.")
-        for name in ("kl_teacher", "feature_source", "feature_dtype"):
-            self._check_choice(name)
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` is True, expected False: it would drop the loss mask.")
         if self.fp16 and self.device.type == "cpu":
@@ -134,8 +107,3 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
                 "leave it out, or make the drafter with `head_candidates` and a `sequential_head` "
                 "(`--sequential_head`)."
             )
-
-    def _check_choice(self, name: str) -> None:
-        allowed = self.__dataclass_fields__[name].metadata["choices"]
-        if getattr(self, name) not in allowed:
-            raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {allowed}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -26,18 +27,50 @@ _TYPES = list(_TRAINED)
 _OF_ONE_KIND = tuple(dict.fromkeys(flag for flags in _TRAINED.values() for flag in flags))
 _OF_HEADS = ("sequential_head", "head_rank", "head_candidates", "confidence_head")
 _OF_ANY_KIND = ("intermediate_size", "draft_vocab_size", "reducer", "target_layer_ids")
-_OF_NEW_DRAFTERS = (
-    "drafter_type", "layers", *(flag for flag in _OF_ANY_KIND if flag != "draft_vocab_size"),
-    *(flag for flag in _OF_ONE_KIND if flag not in (*_OF_HEADS, "num_draft_tokens")),
-)  # fmt: skip
-_MINIMA = {
-    "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
-    "draft_vocab_size": 0, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1,
+_OF_NEW_DRAFTERS = [
+    flag
+    for flag in ("drafter_type", "layers", *_OF_ANY_KIND, *_OF_ONE_KIND)
+    if flag not in (*_OF_HEADS, "num_draft_tokens", "draft_vocab_size")
+]
+
+# What numbers are allowed, of our fields and of transformers'.
+LOSS_WEIGHTS = ("ce_weight", "kl_weight", "tv_weight", "confidence_weight", "blind_weight")
+_LEAST = {  # of whole numbers
+    "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
+    "kl_positions": 1, "num_anchors": 1, "loss_chunk_size": 1, "max_length": 2, "max_steps": 1, "seed": 0,
+    "dataloader_num_workers": 0, "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1,
+    "intermediate_size": 1, "draft_vocab_size": 0, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1,
 }  # fmt: skip
+_NOT_NEGATIVE = (*LOSS_WEIGHTS, "rank_weight", "learning_rate", "weight_decay")
+_POSITIVE = ("kl_temperature", "loss_decay", "num_train_epochs", "save_steps")
+_BELOW_1 = ("adam_beta1", "adam_beta2")
 
 
 def _flag(default: _T, help: str, **choices: Sequence[object]) -> _T:
     return field(default=default, metadata={"help": help, **choices})
+
+
+def check_fields(given: TrainingFlags | ScriptArguments, dashes: str = "") -> None:
+    """Raise a `ValueError` if a field is none of its choices, or out of its range. Each may keep its default."""
+    for each in fields(given):
+        name, value = each.name, getattr(given, each.name)
+        least, choices = _LEAST.get(name), each.metadata.get("choices")
+        is_number = isinstance(value, (int, float)) and 0 <= value < math.inf
+        if value == each.default:
+            continue
+        if least is not None and (not isinstance(value, int) or value < least):
+            expected = f"a whole number of at least {least}"
+        elif name in _NOT_NEGATIVE and not is_number:
+            expected = "a number of at least 0"
+        elif name in _POSITIVE and not (is_number and value):
+            expected = "a number of more than 0"
+        elif name in _BELOW_1 and not (is_number and value < 1):
+            expected = "a number from 0 to below 1"
+        elif choices and value not in choices:
+            expected = f"one of {', '.join(map(str, choices))}"
+        else:
+            continue
+        raise ValueError(f"`{dashes}{name}` is {value!r}, expected {expected}.")
 
 
 # Complete settings of the loss. A recipe sets the fields that the user did not set.
@@ -133,7 +166,11 @@ class ScriptArguments:
         "costs more than the drafter's layers. With `--drafter` other tokens than before",
     )
     intermediate_size: int | None = _flag(None, "width of a new drafter's MLPs; unset for three times its hidden size")
-    reducer: str | None = _flag(None, "hc_gate, fc, hybrid or stream_mean; unset for the gate where it can be")
+    reducer: str | None = _flag(
+        None,
+        "hc_gate, fc, hybrid or stream_mean; unset for the gate where it can be",
+        choices=("hc_gate", "fc", "hybrid", "stream_mean"),
+    )
     target_layer_ids: list[int] | None = field(
         default=None,
         metadata={
@@ -153,6 +190,7 @@ class ScriptArguments:
         None,
         "what lets each draft know the one before it: markov, gated_markov, recurrent, selector or state; unset for "
         "none, or the one that `--drafter` has",
+        choices=("none", "markov", "gated_markov", "recurrent", "selector", "state"),
     )
     head_rank: int | None = _flag(None, "width of that head; unset for 256")
     head_candidates: int | None = _flag(
@@ -182,15 +220,10 @@ class ScriptArguments:
             raise ValueError(
                 f"`--{ignored}` is for a new drafter, but `--drafter {self.drafter}` has its own: leave one out."
             )
-        if self.drafter_type not in _TRAINED:
-            raise ValueError(f"`--drafter_type` is {self.drafter_type!r}, expected one of {', '.join(_TYPES)}.")
+        check_fields(self, "--")
         own = _TRAINED[self.drafter_type]
         if wrong := self._first_given(flag for flag in _OF_ONE_KIND if flag not in own):
             raise ValueError(f"`--{wrong}` is not for a drafter of type {self.drafter_type}: leave it out.")
-        for name, least in _MINIMA.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"`--{name}` is {value}, expected at least {least}.")
         if self.streaming and not self.eval_dataset:
             raise ValueError("`--streaming` needs `--eval_dataset`: nothing can be split off a stream.")
         if self.streaming and self.draft_vocab_size:

@@ -19,36 +19,18 @@ from transformers.utils import logging as transformers_logging
 from ..drafters.blocks.drafter import BlockDrafter
 from ..drafters.configuration import DrafterConfig
 from ..drafters.parts.heads import HEADS
-from ..drafters.parts.reducers import REDUCERS
 from ..drafters.reading import ReadingDrafter
 from ..drafters.saved import SavedDrafter
+from ..hub import loading
 from ..hub.kinds import KINDS, TRAINED, DrafterKind
-from ..hub.loading import (
-    check_device,
-    check_drafter,
-    check_made_for,
-    check_target,
-    default_dtype,
-    load_drafter,
-    load_target,
-    load_tokenizer,
-)
 from ..targets.registry import target_of
 from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .data.encoding import encode_prompts, end_ids_of
-from .data.file_positions import add_file_positions
 from .data.rows import count_tokens, joined, load_rows, prepare_dataset
 from .data.templates import read_chat_template
 from .flags import STAGES, ScriptArguments
-from .runs.checkpoints import (
-    apply_umask,
-    checkpoint_to_resume,
-    checkpoints,
-    describe_earlier_run,
-    newest_complete,
-    remove_checkpoint,
-)
+from .runs import checkpoints
 from .runs.progress import Lines, LinesAboveBar
 from .runs.record import public_name
 from .trainer import HyperDFlashTrainer
@@ -103,10 +85,6 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         named = getattr(torch, value or "auto", None)
         if value not in (None, "auto") and not (isinstance(named, torch.dtype) and named.is_floating_point):
             raise ValueError(f"`--{name}` is {value!r}, expected a number format like float32 or bfloat16.")
-    for name, kinds in (("reducer", tuple(REDUCERS)), ("sequential_head", ("none", *HEADS))):
-        value = getattr(script, name)
-        if value is not None and value not in kinds:
-            raise ValueError(f"`--{name}` is {value!r}, expected {', '.join(kinds[:-1])} or {kinds[-1]}.")
     own = _kind(script).train_flags or ()
     has_block = not script.drafter and "num_draft_tokens" in own
     drafts = script.num_draft_tokens or (_NUM_DRAFT_TOKENS if has_block else 0)
@@ -122,18 +100,16 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
     folder = Path(str(args.output_dir)).absolute()
     existing = next(candidate for candidate in (folder, *folder.parents) if os.path.lexists(candidate))
-    if not existing.is_dir():
-        what = "a file" if existing == folder else f"which cannot be made, because {existing} is a file"
-        raise ValueError(f"`--output_dir` is {args.output_dir!r}, {what}: expected a folder, which is made if needed.")
-    if not os.access(existing, os.W_OK | os.X_OK):
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "cannot be written to" if existing.is_dir() else "is a file"
         raise ValueError(
-            f"`--output_dir` is {args.output_dir!r}, but {existing} cannot be written to: choose another folder, or "
-            "change its permissions."
+            f"`--output_dir` is {args.output_dir!r}, but {existing} {why}: expected a folder of yours, which is made "
+            "if needed."
         )
     if args.eval_strategy != "no":
         check_metric(args.metric_for_best_model, generates=script.eval_prompts > 0)
     if script.device_map:
-        check_device(script.device_map, "--device_map")
+        loading.check_device(script.device_map, "--device_map")
     if script.overwrite_output_dir and args.resume_from_checkpoint:
         raise ValueError(
             "`--overwrite_output_dir` begins anew and `--resume_from_checkpoint` goes on: leave one of them out."
@@ -146,10 +122,10 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     """Load an earlier stage's drafter in float32, which an optimizer needs, with the heads and the number of draft
     positions of the flags. No weight depends on that number. What does not fit the target is refused before weights
     are loaded."""
-    found = check_drafter(str(script.drafter), kinds=TRAINED, or_others=True)
-    check_made_for(script.target, found)
+    found = loading.check_drafter(str(script.drafter), kinds=TRAINED, or_others=True)
+    loading.check_made_for(script.target, found)
     torch.manual_seed(seed)
-    drafter: Any = load_drafter(found, dtype=torch.float32)
+    drafter: Any = loading.load_drafter(found, dtype=torch.float32)
     if getattr(drafter.config, "target_name_or_path", None) == "":  # other programs' files mostly do not say
         drafter.config.target_name_or_path = public_name(script.target)
     if script.draft_vocab_size is not None:
@@ -175,19 +151,19 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
 def new_drafter(script: ScriptArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> SavedDrafter:
     """Make a new drafter in float32."""
     kind = _kind(script)
-    given: dict[str, Any] = dict(script.drafter_fields())
+    given: dict[str, object] = dict(script.drafter_fields())
     if "mask_token_id" in (kind.train_flags or ()):  # which is found in the vocabulary, if it is not given
         given["tokenizer"] = tokenizer
     given["target_name_or_path"] = public_name(script.target)
     return cast(SavedDrafter, kind.drafter.from_target(target, dtype=torch.float32, **given))
 
 
-def _token_counts(
+def _choose_vocabulary(
     script: ScriptArguments, args: HyperDFlashTrainingArguments, target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase, train: Dataset, held_out: Dataset,
-) -> tuple[Dataset | IterableDataset, list[torch.Tensor]] | None:  # fmt: skip
-    """Return the tokenized rows of training, and how often their answers and the held-out ones have each token, if a
-    new drafter needs a draft vocabulary and none is asked for."""
+) -> Dataset | IterableDataset:  # fmt: skip
+    """Set the size of a new drafter's draft vocabulary if it needs one and none is asked for, and tell its share of
+    answers. Return the rows of training, tokenized where they were."""
     own = target_of(target).config
     usual = cast(type[DrafterConfig], _kind(script).config)
     layers = script.layers or usual.num_hidden_layers
@@ -197,28 +173,40 @@ def _token_counts(
     is_asked = script.draft_vocab_size is not None or script.drafter or script.streaming
     # Training has no loss for a choice among candidates of a draft vocabulary.
     if is_asked or candidates or own.vocab_size <= _LAYER_WEIGHTS * layers * own.hidden_size:
-        return None
+        return train
     length = args.max_length or min(MAX_LENGTH, getattr(own, "max_position_embeddings", MAX_LENGTH))
     how: dict[str, Any] = {"max_length": length, "vocab_size": own.vocab_size, "end_ids": end_ids_of(target)}
-    tokenized = [prepare_dataset(rows, tokenizer, **how) for rows in (train, held_out)]
-    return tokenized[0], [count_tokens(rows, own.vocab_size) for rows in tokenized]
+    tokenized, held = (prepare_dataset(rows, tokenizer, **how) for rows in (train, held_out))
+    counts = [count_tokens(rows, own.vocab_size) for rows in (tokenized, held)]
+    most_first = counts[0].sort(descending=True, stable=True)
+    covering = int((most_first.values.cumsum(0) < _COVERAGE * int(counts[0].sum())).sum()) + 1
+    script.draft_vocab_size = size = min(covering, own.vocab_size)
+    drafted = most_first.indices[:size]
+    in_answers, in_held_out = (f"{100 * float(each[drafted].sum() / each.sum()):.1f} %" for each in counts)
+    _print_status(
+        args,
+        f"The drafter drafts {size:,} of {own.vocab_size:,} tokens, {in_answers} of the answers and {in_held_out} of "
+        "those held out, because its LM head over all would cost more than its layers. Other text has fewer of them; "
+        "`--draft_vocab_size 0` drafts all.",
+    )
+    return tokenized
 
 
 def _kind(script: ScriptArguments) -> DrafterKind:
     return next(kind for kind in KINDS if kind.model_type == script.drafter_type)
 
 
-def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
+def load_data(script: ScriptArguments, seed: int) -> tuple[Dataset | IterableDataset, Dataset]:
     """Load training rows and held-out rows, each with its position in its file."""
     parts = []
     for source in script.dataset or ():
         rows = load_rows(source, streaming=script.streaming)
         if script.rows is not None:
             rows = rows.take(script.rows) if script.streaming else rows.select(range(min(script.rows, len(rows))))
-        parts.append(add_file_positions(rows, source))
+        parts.append(rows)
     train = joined(parts)
     if script.eval_dataset:
-        held_out = add_file_positions(load_rows(script.eval_dataset), script.eval_dataset)
+        held_out = load_rows(script.eval_dataset)
     elif len(train) <= script.eval_rows:
         raise ValueError(
             f"{', '.join(script.dataset or ())} has {len(train)} rows, and `--eval_rows` holds {script.eval_rows} of "
@@ -242,7 +230,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
             run(script, args)
     except KeyboardInterrupt:
         # While the flag is set the checkpoints are still the earlier run's.
-        last = None if script.overwrite_output_dir else newest_complete(Path(str(args.output_dir)))[0]
+        last = None if script.overwrite_output_dir else checkpoints.newest_complete(Path(str(args.output_dir)))[0]
         go_on = f"with `--resume_from_checkpoint true` goes on from {last}"
         _print_status(args, f"\nStopped. The same command {go_on if last else 'begins again: no checkpoint yet'}.")
         raise SystemExit(130) from None
@@ -253,21 +241,19 @@ def _quiet_output(args: HyperDFlashTrainingArguments) -> Iterator[None]:
     """Hide bars of libraries where training has none, and let only the first process log."""
     import datasets
 
-    facts, level = logging.getLogger(__package__.partition(".")[0]), None
-    libraries = datasets.utils.logging, transformers_logging
+    facts = logging.getLogger(__package__.partition(".")[0])
+    level, libraries = facts.level, (datasets.utils.logging, transformers_logging)
     hidden = [library for library in libraries if args.disable_tqdm and library.is_progress_bar_enabled()]
     for library in hidden:
         library.disable_progress_bar()
     if args.process_index:
-        level = facts.level
         facts.setLevel(logging.ERROR)
     try:
         yield
     finally:
         for library in hidden:
             library.enable_progress_bar()
-        if level is not None:
-            facts.setLevel(level)
+        facts.setLevel(level)
 
 
 def _print_status(args: HyperDFlashTrainingArguments, text: str) -> None:
@@ -279,31 +265,30 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     folder, wanted = Path(str(args.output_dir)), args.resume_from_checkpoint
     resume = True if wanted in ("True", "true") else wanted  # the newest, or a checkpoint's folder
     if resume:
-        checkpoint_to_resume(resume, folder)
-    elif (found := describe_earlier_run(folder)) and not script.overwrite_output_dir:
-        go_on = "go on with that run with `--resume_from_checkpoint true`, " if newest_complete(folder)[0] else ""
+        checkpoints.checkpoint_to_resume(resume, folder)
+    elif (found := checkpoints.describe_earlier_run(folder)) and not script.overwrite_output_dir:
+        go_on = (
+            "go on with that run with `--resume_from_checkpoint true`, "
+            if checkpoints.newest_complete(folder)[0]
+            else ""
+        )
         raise ValueError(
             f"`--output_dir` is {str(folder)!r}, which has {found}: {go_on}name another folder, or replace it with "
             "`--overwrite_output_dir true`, which removes its checkpoints."
         )
-    check_target(script.target)
+    loading.check_target(script.target)
     earlier = earlier_drafter(script, args.seed) if script.drafter else None
     _print_status(args, f"Reading {', '.join(script.dataset or ())} ...")
     train, held_out = load_data(script, args.seed)
     _print_status(args, f"Loading {script.target} ...")
-    tokenizer = load_tokenizer(script.target, script.trust_remote_code)
+    tokenizer = loading.load_tokenizer(script.target, script.trust_remote_code)
     if script.chat_template:
         tokenizer.chat_template = read_chat_template(script.chat_template, "--chat_template")
-    dtype = script.target_dtype or default_dtype(script.target)
-    target = load_target(
+    dtype = script.target_dtype or loading.default_dtype(script.target)
+    target = loading.load_target(
         script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
     )
-    counted = _token_counts(script, args, target, tokenizer, train, held_out)
-    if counted is not None:
-        train, (counts, _) = counted
-        most_first = counts.sort(descending=True).values.cumsum(0)
-        covering = int((most_first < _COVERAGE * int(counts.sum())).sum()) + 1  # the most frequent tokens
-        script.draft_vocab_size = min(covering, len(counts))
+    train = _choose_vocabulary(script, args, target, tokenizer, train, held_out)
     torch.manual_seed(args.seed)
     drafter = earlier or new_drafter(script, target, tokenizer)
     trainer = HyperDFlashTrainer(
@@ -316,15 +301,6 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     trainer.described = facts | {"dataset": [public_name(source) for source in script.dataset or ()]}
     if script.draft_vocab_size:
         trainer.choose_vocabulary(script.draft_vocab_size if earlier else None)
-    if counted is not None:
-        drafted = cast(Any, trainer.model).draft_ids.to(counts.device)
-        trained, held = (f"{100 * float(each[drafted].sum() / each.sum()):.1f} %" for each in counted[1])
-        _print_status(
-            args,
-            f"The drafter drafts {len(drafted):,} of {len(counts):,} tokens, {trained} of the answers and {held} of "
-            "those held out, because its LM head over all would cost more than its layers. Other text has fewer of "
-            "them; `--draft_vocab_size 0` drafts all.",
-        )
     for own, theirs in ((LinesAboveBar, ProgressCallback), (Lines, PrinterCallback)):
         if trainer.pop_callback(theirs):
             trainer.add_callback(own)
@@ -338,8 +314,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     given = f"{len(prompts)} of them to generate from (`--eval_prompts`)"
     _print_status(args, f"Training on {amount}, {len(held_out_rows)} held out ({of}), {given}.")
     if script.overwrite_output_dir:  # now that all is loaded, and training can begin
-        for earlier_checkpoint in checkpoints(folder) if args.process_index == 0 else ():
-            remove_checkpoint(earlier_checkpoint)  # the earlier drafter stays until this run has one
+        for earlier_checkpoint in checkpoints.checkpoints(folder) if args.process_index == 0 else ():
+            checkpoints.remove_checkpoint(earlier_checkpoint)  # the earlier drafter stays until this run has one
         trainer.accelerator.wait_for_everyone()
         script.overwrite_output_dir = False
     try:
@@ -353,8 +329,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     trainer.save_state()
     if trainer.is_world_process_zero():
         # Loading casts what may be cast; the gate stays float32.
-        load_drafter(folder, dtype=script.save_dtype).save_pretrained(folder)
-        apply_umask(folder)
+        loading.load_drafter(folder, dtype=script.save_dtype).save_pretrained(folder)
+        checkpoints.apply_umask(folder)
         taus = [f"{name} {metrics[name]:.2f}" for name in ("eval_tau", "eval_teacher_forced_tau") if name in metrics]
         print(f"Saved to {args.output_dir}: {', '.join(taus)}")
     if args.push_to_hub:

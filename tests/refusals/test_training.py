@@ -40,7 +40,7 @@ from ..helpers.chats import CALL, LINES, WORDY, chat, templated
 from ..helpers.refusals import Refusal
 from ..helpers.tokenizers import JoiningPieces
 from ..helpers.training import packed_rows, rows, trainer_for
-from ..training.test_messages import CONVERSATIONS, EXCHANGES, FORMS, GPT, HUMAN, A, Q
+from ..training.test_messages import CONVERSATIONS, EXCHANGES, FORMS, GPT, HUMAN, OFF, A, Q
 
 TINY = MODELS / "tiny-deepseek-v4"
 GOOD = {"messages": [Q, {**A, "content": "It is three."}]}
@@ -195,6 +195,8 @@ DATA = {
     "nobody answers": prepared(("2 rows", "turns", "answers`"), [{"turns": ["a"]}, {"turns": ["b"]}], LINES),
     "nobody answers a stream": prepared(
         ("1,000", "turns"), Dataset.from_list([{"turns": ["a"]}]).to_iterable_dataset(), LINES),
+    "nothing left to train on": prepared(
+        ("2 rows", "2 answers", "`train`"), [{"messages": [A, Q, OFF]}, {"messages": [Q, OFF]}], LINES),
     "the most frequent reason": prepared(("2 of 3", "row 0", "judge"), [JUDGE, JUDGE, GOOD | {"images": ["a"]}],
         LINES),
     "a few reasons of many": prepared(("3 of 12", "(i)"), LETTERS, ASKING),
@@ -219,6 +221,8 @@ BAD = {  # bytes, and words of the one line
     "utf-16": (LINE.encode("utf-16"), (":1", "UTF-8")),
     "far down": (FAR, (":1201", "UTF-8")),
     "a document": (b'[{"question": "q"}, 3]', ("row 1", "int")),
+    "a damaged document": (b'{\n"question": "q"}\n\n{\n"answer":}\n', (":5", "column 10")),
+    "a document in latin-1": ('[{"question": "q"},\n{"question": "é"}]'.encode("latin-1"), (":2", "UTF-8")),
     "an empty document": (b"[]", ("no rows",)),
 }
 
@@ -234,7 +238,7 @@ def test_a_file_that_cannot_be_read_is_told_by_its_line_before_the_target_is_loa
     logged = []
     reader = logging.getLogger("datasets.packaged_modules.json.json")
     monkeypatch.setattr(reader, "callHandlers", lambda record: logged.append(record.getMessage()))
-    monkeypatch.setattr("hf_hyperdflash.training.script.load_target", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("hf_hyperdflash.hub.loading.load_target", lambda *_, **__: pytest.fail("it was loaded"))
     given = flags(tmp_path, path, eval_rows=64, eval_dataset="other.jsonl" if streaming else None)
     Refusal(lambda: train([*given, *["--streaming"] * streaming]), (path.name, *words)).check()
     assert [each.name for each in tmp_path.iterdir()] == [path.name] and not logged  # told once
@@ -314,6 +318,7 @@ def flags(folder, dataset="nowhere.jsonl", **others):
 
 STREAM = ["--streaming", "--eval_dataset", "x"]
 EVALUATES = ["--eval_strategy", "steps", "--metric_for_best_model"]
+ON = f"--drafter {MODELS / 'tiny-deepseek-v4-hyperdflash'}"
 FLAGS = {
     "--stage 2": ("drafter",),
     "--stage 3": ("stage", "3"),
@@ -324,7 +329,6 @@ FLAGS = {
     "--target_dtype float7": ("target_dtype", "'float7'", "expected"),
     "--target_dtype int8": ("target_dtype", "'int8'", "expected"),
     "--save_dtype nn": ("save_dtype", "'nn'", "expected"),
-    "--max_steps -5": ("max_steps", "-5", "at least 1"),
     "--learning_rate -1e-3": ("learning_rate", "-0.001", "at least 0"),
     "--sliding_window some": ("sliding_window", "'some'", "none"),
     "--drafter x --sliding_window 5": ("sliding_window", "new drafter"),
@@ -338,16 +342,15 @@ FLAGS = {
     " ".join([*EVALUATES, "taus"]): ("'taus'", "expected tau", "teacher_forced_tau"),
     "--device_map cuda:7": ("device_map", "'cuda:7'", "cpu"),
     "--device_map gpu": ("device_map", "'gpu'", "auto"),
-    "--eval_rows 0": ("eval_rows", "0"),
     "--rows 0": ("rows", "0", "at least 1"),
-    "--layers 0": ("layers", "0", "at least 1"),
     "--confidence_weight 0.5": ("confidence_weight", "confidence_head"),
     "--blind_weight 0.5": ("blind_weight", "sequential_head"),
+    "--dataset nowhere.jsonl": ("nowhere.jsonl",),
+    f"{ON} --draft_vocab_size 0": ("--draft_vocab_size 0", "--drafter"),
+    f"{ON} --layers 2": ("layers",),
     "--reducer foo": ("reducer", "'foo'", "hc_gate", "stream_mean"),
     "--sequential_head foo": ("sequential_head", "'foo'", "none", "markov"),
-    "--recipe best": ("recipe", "'best'"),
     "--chat_template nowhere.jinja": ("'nowhere.jinja'", "no such file"),
-    "--report_to wandbee": ("report_to", "'wandbee'"),
     "--max_length 6": ("max_length", "6", "num_draft_tokens"),
     "--max_length 8 --num_draft_tokens 8": ("max_length", "8", "num_draft_tokens"),
     "--resume_from_checkpoint true": ("No checkpoint", "out"),
@@ -355,55 +358,45 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("given", FLAGS)
-def test_flags_are_refused_before_any_work(tmp_path, monkeypatch, given):
-    for name in ("cuda", "accelerator"):
-        monkeypatch.setattr(f"torch.{name}.is_available", lambda: False)
-    Refusal(lambda: train([*flags(tmp_path), *given.split()]), FLAGS[given]).check()
-    assert not list(tmp_path.iterdir())
-
-
 TOKENIZED = [{"input_ids": [1, 2, 3, 4], "loss_mask": [1] * 4}] * 5
 OTHERS = [*TOKENIZED, {"input_ids": [1, 2048], "loss_mask": [1, 1]}]
 SAID = [{"question": f"{n}: what?", "answer": "it is this, my friend."} for n in range(6)]
 ASKED = [{"turns": ["What?"]}] * 6
-ON = dict(drafter=MODELS / "tiny-deepseek-v4-hyperdflash")
-COMMANDS = {  # rows, flags and words; bytes are a chat template
-    "no target": (SAID, dict(target=None), ("--target",)),
-    "no folder": (SAID, dict(output_dir=None), ("--output_dir",)),
-    "a template with a fault": (b"a\n{% if %}", {}, ("--chat_template", "bad.jinja", "line 2")),
-    "a template with a tag alone": (b"{% generation %}", {}, ("bad.jinja", "Jinja")),
-    "a template in Latin-1": (b"\xe9", {}, ("bad.jinja", "UTF-8")),
-    "no file of rows": (SAID, dict(dataset="nowhere.jsonl"), ("nowhere.jsonl",)),
-    "too few rows": (SAID, dict(eval_rows=64), ("rows.jsonl", "6 rows", "64")),
-    "prompts of tokens": (TOKENIZED, {}, ("tokenized", "eval_prompts")),
-    "tokens of another tokenizer": (OTHERS, dict(eval_prompts=0, eval_dataset="good"), ("rows.jsonl:6", "2048")),
-    "longer than the target": (SAID, dict(max_length=4096), ("max_length", "4096", "2048")),
-    "rows that ask": (ASKED, {}, ("4 rows", "rows.jsonl:", "['turns']")),
-    "heads for a drafter that has some": (SAID, dict(sequential_head="state", **ON), ("has one already",)),
-    "another vocabulary for all": (SAID, dict(draft_vocab_size=40, **ON), ("LM head", "expected")),
-    "no vocabulary": (SAID, dict(draft_vocab_size=0, **ON), ("--draft_vocab_size 0", "--drafter")),
-    "layers for a drafter that has some": (SAID, dict(layers=2, **ON), ("layers",)),
-}
+COMMANDS = {  # what is written into files, flags that name them, and words
+    **{given: ({}, given, words) for given, words in FLAGS.items()},
+    "a template with a fault": ({"bad": b"a\n{% if %}"}, "--chat_template bad", ("--chat_template", "bad", "line 2")),
+    "a template with a tag alone": ({"bad": b"{% generation %}"}, "--chat_template bad", ("bad", "Jinja")),
+    "a template in Latin-1": ({"bad": b"\xe9"}, "--chat_template bad", ("bad", "UTF-8")),
+    "too few rows": ({"rows.jsonl": SAID}, "--eval_rows 64", ("rows.jsonl", "6 rows", "64")),
+    "prompts of tokens": ({"rows.jsonl": TOKENIZED}, "", ("tokenized", "eval_prompts")),
+    "tokens of another tokenizer": (
+        {"rows.jsonl": OTHERS, "good.jsonl": TOKENIZED}, "--eval_prompts 0 --eval_dataset good.jsonl",
+        ("rows.jsonl:6", "2048"),
+    ),
+    "longer than the target": ({"rows.jsonl": SAID}, "--max_length 4096", ("max_length", "4096", "2048")),
+    "rows that ask": ({"rows.jsonl": ASKED}, "", ("4 rows", "rows.jsonl:", "['turns']")),
+    "heads for a drafter that has some": ({"rows.jsonl": SAID}, f"{ON} --sequential_head state", ("has one already",)),
+    "another vocabulary for all": ({"rows.jsonl": SAID}, f"{ON} --draft_vocab_size 40", ("LM head", "expected")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_is_refused_in_one_line(name, tmp_path):
-    rows, given, words = COMMANDS[name]
-    data, given = tmp_path / "rows.jsonl", {"eval_rows": 2, **given}
-    if isinstance(rows, bytes):
-        given["chat_template"] = tmp_path / "bad.jinja"
-        given["chat_template"].write_bytes(rows)
-        rows = SAID
-    data.write_text("\n".join(map(json.dumps, rows)))
-    if given.get("eval_dataset"):
-        given["eval_dataset"] = tmp_path / "good.jsonl"
-        given["eval_dataset"].write_text("\n".join(map(json.dumps, TOKENIZED)))
-    Refusal(lambda: train(flags(tmp_path, **{"dataset": data, **given})), words).check()
-    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+def test_a_command_is_refused_in_one_line_and_leaves_nothing(name, tmp_path, monkeypatch):
+    for device in ("cuda", "accelerator"):
+        monkeypatch.setattr(f"torch.{device}.is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    files, given, words = COMMANDS[name]
+    for file, lines in files.items():
+        content = lines if isinstance(lines, bytes) else "\n".join(map(json.dumps, lines)).encode()
+        (tmp_path / file).write_bytes(content)
+    Refusal(lambda: train([*flags(tmp_path, "rows.jsonl", eval_rows=2), *given.split()]), words).check()
+    out = tmp_path / "out"
+    assert not out.exists() or (files and not list(out.iterdir()))
 
 
-def test_a_folder_that_cannot_be_written_and_a_flag_of_the_shell_are_told_before_any_work(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_and_flags_that_are_missing_or_unknown_are_told(tmp_path, monkeypatch):
+    for missing in ("target", "output_dir"):
+        Refusal(lambda missing=missing: train(flags(tmp_path, **{missing: None})), (f"--{missing}",)).check()
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))  # root may write everywhere
     Refusal(lambda: train(flags(tmp_path)), ("output_dir", "out", "cannot be written to")).check()
     done = CliRunner().invoke(app, ["train", "--target", "x", "--output_dir", "y", "--learning-rat=1", "1"])

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen3Config
+from transformers import Qwen3Config
 
 from hf_hyperdflash.hub.loading import load_tokenizer
 from hf_hyperdflash.training.data.encoding import encode_chat, encode_prompts
@@ -16,76 +16,19 @@ from ..helpers.chats import BLOCKS, CALL, CHANNELS, LINES, WORDY, chat, supervis
 from ..helpers.refusals import Refusal
 from ..helpers.tokenizers import SlowPieces, trained
 
-TARGET = MODELS / "tiny-deepseek-v4"
-BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+# The shipped one: reasoning in every turn, and answers between tags.
+SHIPPED = (MODELS / "tiny-deepseek-v4" / "chat_template.jinja").read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def shipped():
-    return AutoTokenizer.from_pretrained(TARGET)
-
-
-# The shipped template, turn by turn
-
-CHATS = [
-    chat("What is 1+1?", "It is 2."),
-    chat("Hi", "Hello there 👋", "And now?", "Bye", system="Be brief. "),
-    chat("Hi", ("I think\nso", "Yes"), "Why?", ("because", " it is so.  ")),
-    chat(USER, "the answer", "the answer", "the answer"),
-    chat("Hi", "Yes", "Why?"),
-]
-
-
-def by_hand(tokenizer, messages):
-    """What the shipped template says, up to the last answer; each answer with its end, reasoning before it."""
-    while messages[-1]["role"] == "user":
-        messages = messages[:-1]
-    pieces = [(BOS, 0)]
-    for message in messages:
-        if message["role"] == "assistant":
-            reasoning = message.get("reasoning_content")
-            pieces.append((ASSISTANT + ("<think>" if reasoning else "</think>"), 0))
-            pieces.append(((reasoning + "</think>" if reasoning else "") + message["content"] + EOS, 1))
-        else:
-            pieces.append(((USER if message["role"] == "user" else "") + message["content"], 0))
-    encoded = [(tokenizer(text, add_special_tokens=False)["input_ids"], supervised) for text, supervised in pieces]
-    return {
-        "input_ids": [token for tokens, _ in encoded for token in tokens],
-        "loss_mask": [supervised for tokens, supervised in encoded for _ in tokens],
-    }
-
-
-@pytest.mark.parametrize("tags", [True, False])
-@pytest.mark.parametrize("messages", CHATS)
-def test_answers_are_trained_on_with_their_end_after_their_generation_prompt(shipped, messages, tags):
-    expected = by_hand(shipped, messages)
-    stock = shipped.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    length = len(expected["input_ids"])
-    assert (stock["input_ids"][:length], stock["assistant_masks"][:length]) == tuple(expected.values())
-    if not tags:
-        shipped.chat_template = re.sub(r"\{% (end)?generation %\}", "", shipped.chat_template)
-    assert encode_chat(shipped, messages) == expected
-    if messages[-1]["role"] == "assistant":
-        cut = encode_chat(shipped, messages, truncated=True)
-        assert cut == {name: values[:-1] for name, values in expected.items()}
-        thinking = "reasoning_content" in messages[-1]
-        prompt = encode_prompts(shipped, [{"messages": messages}], thinking)[0][0].tolist()
-        assert expected["input_ids"][: len(prompt)] == prompt
-        assert expected["loss_mask"][len(prompt) - 1 : len(prompt) + 1] == [0, 1]
-
-
-def test_prompts_are_those_of_stock(shipped):
-    rows = [{"messages": CHATS[1]}, {"turns": ["a", "b"]}, {"question": "q", "answer": "a"}]
-    asked = [CHATS[1][:-1], chat("a"), chat("q")]
-    for thinking in (False, True):
-        for prompt, messages in zip(encode_prompts(shipped, rows, thinking), asked, strict=True):
-            stock = shipped.apply_chat_template(
-                messages, add_generation_prompt=True, thinking=thinking, return_tensors="pt", return_dict=True
-            )
-            assert prompt.dtype == torch.long and torch.equal(prompt, stock["input_ids"])
+def test_prompts_of_rows_are_those_of_stock():
+    tokenizer = templated(SHIPPED)
+    rows = [{"turns": ["a", "b"]}, {"question": "q", "answer": "a"}]
+    for prompt, asked in zip(encode_prompts(tokenizer, rows), (chat("a"), chat("q")), strict=True):
+        stock = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        assert prompt.dtype == torch.long and torch.equal(prompt, stock["input_ids"])
     silent = {"messages": [{"role": "assistant", "content": "a"}]}
-    assert len(encode_prompts(shipped, [silent, *rows, *rows], at_most=4)) == 4
-    assert encode_prompts(shipped, [silent], at_most=0) == []
+    assert len(encode_prompts(tokenizer, [silent, *rows, *rows], at_most=3)) == 3
+    assert encode_prompts(tokenizer, [silent], at_most=0) == []
 
 
 # Tokenizers: ids are those of the whole text, and answers are where their words are
@@ -208,6 +151,20 @@ DEFERRED = (
 )
 OWN_END = TAGGED.replace("'!add' }}", "'!add') + eos_token + '\n' }}").replace("{{ m.content or", "{{ (m.content or")
 TOLD = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + LINES
+
+
+def calling(call, before=""):
+    """A template of turns, with `call` where the assistant calls a tool."""
+    return (
+        "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|assistant|>' }}"
+        "{%- if m.tool_calls %}" + before + "{%- for tool_call in m.tool_calls %}"
+        "{%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}"
+        + call + "{%- endfor %}{%- else %}{{- m.content }}{%- endif %}{{- '</s>' }}"
+        "{%- else %}{{- '<|user|>' + m.content }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+    )  # fmt: skip
+
+
 RESULT = {"role": "tool", "content": "three"}
 THREE = {"role": "assistant", "content": "It is three."}
 TWO, FINE = chat("hi", "It is", "why?", "I am fine"), {"role": "assistant", "content": "I am fine"}
@@ -215,6 +172,75 @@ USED = [*chat("hi"), CALL, RESULT, THREE]
 ENDS, ALONE = {"ends": ["</s>", "<|user|>", "<s>"]}, {"ends": ["</s>"]}
 CUT = {"truncated": True}
 TOOL = {"type": "function", "function": {"name": "add", "description": "é"}}
+# A call's arguments are the same text whether a row has them as a dictionary or, as OpenAI's wire format, as text.
+ARGUMENTS = {"a": 1, "of": {"unit": "é"}, "list": [1, "two"]}
+TEXT, SPACELESS = json.dumps(ARGUMENTS, ensure_ascii=False), json.dumps(ARGUMENTS, separators=(",", ":"))
+GIVEN = [  # by a row, and what templates get that read a dictionary or write text
+    (TEXT, ARGUMENTS, TEXT), (ARGUMENTS, ARGUMENTS, TEXT), (SPACELESS, ARGUMENTS, SPACELESS), ("{}", {}, "{}"),
+    ({}, {}, "{}"), ("", {}, ""),
+]  # fmt: skip
+READING = {  # a template, and the call that it writes
+    "Qwen2.5": (
+        calling("""{{- '{"name": "' + tool_call.name + '", "arguments": ' }}{{- tool_call.arguments|tojson }}"""),
+        lambda given: '{"name": "add", "arguments": ' + json.dumps(given, ensure_ascii=False),
+    ),
+    "GLM-4.5": (
+        calling("{{- tool_call.name }}{%- for k, v in tool_call.arguments.items() %}"
+                "{{- '<arg_key>' + k + '</arg_key>' }}{{- v | tojson if v is not string else v }}{%- endfor %}"),
+        lambda given: "add" + "".join(
+            f"<arg_key>{k}</arg_key>{json.dumps(v, ensure_ascii=False)}" for k, v in given.items()),
+    ),
+}  # fmt: skip
+WRITING = {
+    "bare": (calling("{{- tool_call.name }} {{ tool_call.arguments }}"), "add {}".format),
+    # Refuses a call without `content`, and writes one with an empty one.
+    "DeepSeek-V3": (
+        calling(
+            "{{- tool_call['name'] + '\n```json\n' + tool_call['arguments'] + '\n```' }}", "{{- '' + m.content }}"
+        ),
+        "add\n```json\n{}\n```".format,
+    ),
+}
+
+
+def called(arguments, content=""):
+    call = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": arguments}}
+    return [*chat("What is it?"), {"role": "assistant", "content": content, "tool_calls": [call]}, RESULT, THREE]
+
+
+# A template that reads `content` as a list of parts alone gets one: it writes nothing of a text.
+IDEFICS = (
+    "{% for message in messages %}{{message['role'].capitalize()}}{% if message['content'][0]['type'] == 'image' %}"
+    "{{':'}}{% else %}{{': '}}{% endif %}{% for line in message['content'] %}{% if line['type'] == 'text' %}"
+    "{{line['text']}}{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+LLAVA = (
+    "{% for message in messages %}{{ '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' }}"
+    "{% if message['role'] != 'assistant' %}{% for content in message['content'] | selectattr('type', 'equalto', "
+    "'text') %}{{ content['text'] + ' ' }}{% endfor %}{% else %}{% for content in message['content'] | "
+    "selectattr('type', 'equalto', 'text') %}{% generation %}{{ content['text'] + '</s>' }}{% endgeneration %}"
+    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# Parts of the user, text of the others.
+HALF = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' }}{% for part in m.content %}{{ part.text }}"
+    "{% endfor %}{% else %}{{ '<|' + m.role + '|>' + m.content + '</s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+EITHER = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ '[' + part.text + ']' }}{% endfor %}{% endif %}{{ '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+IN_PARTS = {"Idefics": (IDEFICS, "usat"), "LLaVA": (LLAVA, "usat"), "half": (HALF, "u"), "either": (EITHER, "")}
+SPOKEN = chat("What is it?", "It is three.", "and one?", "Hello", system="Hello.")
+
+
+def in_parts(messages, roles="usat"):
+    """The messages of some roles, by their first letters, with their texts as lists of parts."""
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    return [part if part["role"][0] in roles else message for part, message in zip(parts, messages)]
 
 
 def not_trained(turn, **off):
@@ -232,8 +258,8 @@ CASES = {  # template, conversation, options, what is trained on
     "an answer that was cut off": (DROPS_REASONING, chat("q", "It is 2."), CUT, ["It is 2."]),
     "thinking is switched on": (MODES, chat("q", ("r", "a")), {}, ["a"]),
     "thinking is switched off": (MODES, chat("q", "a"), {}, ["a"]),
-    "a question after the last answer": (BLOCKS, [*chat("hi", "It is", "why"), *chat("why?")], {}, ["It is</s>"]),
-    "nobody cut it, as it goes on": (BLOCKS, [*chat("hi", "It is", "why"), *chat("why?")], CUT, ["It is</s>"]),
+    "a question after the last answer": (BLOCKS, chat("hi", "It is", "why?"), {}, ["It is</s>"]),
+    "nobody cut it, as it goes on": (BLOCKS, chat("hi", "It is", "why?"), CUT, ["It is</s>"]),
     "reasoning by its common name": (BLOCKS, chat("hi", ("so", "It is")), {}, ["[so]\nIt is</s>"]),
     "reasoning by another name": (CHANNELS, chat("hi", ("so", "It is")), {}, ["so!It is</s>"]),
     "reasoning by a third name": (
@@ -247,7 +273,7 @@ CASES = {  # template, conversation, options, what is trained on
     ),
     **{
         f"an answer that is not to be trained on, {name}, {off}": (
-            template, to_messages({"messages": not_trained(turn, **off)}), {}, ran,
+            template, not_trained(turn, **off), {}, ran,
         )
         for name, template in (("lines", LINES), ("tags", TAGGED_LINES))
         for off in ({"train": False}, {"weight": 0.0})
@@ -275,160 +301,76 @@ CASES = {  # template, conversation, options, what is trained on
     "an end of its own": (OWN_END, TWO, ENDS, ["It is</s>", "I am fine</s>"]),
     "the last was cut off": (GLM, TWO, {**ENDS, **CUT}, ["\nIt is<|user|>", "\nI am fine"]),
     "nobody ended the first": (TAGGED, [*TWO[:2], FINE], ENDS, ["It is", "I am fine<|user|>"]),
+    **{
+        f"the shipped template, {ran}": (template, messages, {}, ran)
+        for template in (SHIPPED, re.sub(r"\{% (end)?generation %\}", "", SHIPPED))
+        for messages, ran in (
+            (chat("Hi", "Hello there 👋", "And now?", "Bye", system="Be brief. "), ["Hello there 👋</s>", "Bye</s>"]),
+            (chat("Hi", ("I think\nso", "Yes"), "Why?", ("so", " it is.  ")),
+             ["I think\nso</think>Yes</s>", "so</think> it is.  </s>"]),
+            (chat("<|user|>", "it", "it", "it", "it"), ["it</s>", "it</s>"]),
+        )
+    },
+    "an earlier answer, where the last that was cut does not follow its prompt": (
+        LINES.replace("t|>\n' }}{% endif", "t|>\n' + ('<s>' if messages|length > 2 else '') }}{% endif"),
+        chat("hi", "It is three.", "why?", "It is"), CUT, ["It is three.</s>"],
+    ),
+    "a cut within reasoning": (SHIPPED, chat("q?", ("I think", "")), CUT, ["I think"]),
+    "a cut before a word": (SHIPPED, chat("a", "b", "c", ""), CUT, ["b</s>"]),
+    "a cut that does not show": (SHIPPED.replace("m.content + eos", "'!' + eos"), chat("say yes", "yes"), CUT, []),
     "tools": (TOLD, chat("q", "a"), {"tools": [TOOL]}, ["a</s>"]),
+    **{
+        f"a call of {name}, {given!r}, {content!r}": (
+            template, called(given, content), {"stock": called(known)}, [written(known) + "</s>", "It is three.</s>"],
+        )
+        for content in (None, "")
+        for given, *known_by in GIVEN
+        for known, templates in zip(known_by, (READING, WRITING))
+        for name, (template, written) in templates.items()
+    },
+    **{
+        f"parts by {name}, {len(roles)}": (
+            template, in_parts(SPOKEN, roles), {"stock": in_parts(SPOKEN, read)}, ["It is three.</s>", "Hello</s>"],
+        )
+        for name, (template, read) in IN_PARTS.items()
+        for roles in ("", "usat")
+    },
+    **{f"a cut by {name}": (template, SPOKEN, {"stock": in_parts(SPOKEN, read), **CUT}, ["It is three.</s>", "Hello"])
+       for name, (template, read) in IN_PARTS.items()},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_trained_on(case):
-    """The text is stock's up to the last answer that is trained on, and the end that follows it."""
-    template, messages, options, ran = CASES[case]
+    """The text is stock's up to the last answer that is trained on, and the end that follows it; the prompt is
+    stock's, too."""
+    template, given, options, ran = CASES[case]
     tokenizer, options = templated(template), dict(options)
-    ends = options.pop("ends", None)
-    ends = None if ends is None else tokenizer.convert_tokens_to_ids(ends)
-    encoded = encode_chat(tokenizer, messages, end_ids=ends, **options)
+    ends, known = options.pop("ends", None), options.pop("stock", None)
+    messages = to_messages({"messages": given})
+    ids = None if ends is None else tokenizer.convert_tokens_to_ids(ends)
+    encoded = encode_chat(tokenizer, messages, end_ids=ids, **options)
     assert supervised(tokenizer, encoded) == ran
-    asked = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is not False]
-    known = [{**m, "thinking": m.get("reasoning_content"), "reasoning": m.get("reasoning_content")} for m in messages]
-    known = known[: asked[-1] + 1]
-    mode = dict(tools=options.get("tools")) | dict.fromkeys(
-        ("thinking", "enable_thinking"), bool(known[-1]["thinking"])
-    )
-    stock, text = tokenizer.apply_chat_template(known, tokenize=False, **mode), tokenizer.decode(encoded["input_ids"])
-    if "truncated" in options and asked[-1] + 1 == len(messages):
-        assert stock.startswith(text) and text.endswith(ran[-1])
-    else:
-        assert text.startswith(stock) and text[len(stock) :] in ("", *ENDS["ends"])
-    if "tools" in options:
-        assert text.startswith(json.dumps(TOOL, ensure_ascii=False))
+    reasons = [m.get("reasoning_content") for m in messages]
+    known = known or [{**m, "thinking": why, "reasoning": why} for m, why in zip(messages, reasons)]
 
-
-def test_answers_that_cannot_be_told_from_their_prompts_or_ends(shipped):
-    in_reasoning = encode_chat(shipped, chat("q?", ("I think", "")), truncated=True)
-    assert supervised(shipped, in_reasoning) == ["I think"] and in_reasoning["loss_mask"][-1] == 1
-    empty = encode_chat(shipped, chat("a", "b", "c", ""), truncated=True)
-    assert supervised(shipped, empty) == ["b" + EOS]
-    shipped.chat_template = shipped.chat_template.replace("m.content + eos", "'!' + eos")
-    unlike = encode_chat(shipped, chat("say yes", "yes"), truncated=True)  # its end cannot be told
-    assert not any(unlike["loss_mask"]) and shipped.decode(unlike["input_ids"]).endswith("</think>!" + EOS)
-    shipped.chat_template = (
-        "{% for m in messages %}{{ m.role + ': ' }}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
-        "{% endfor %}"
-    )
-    pieces = [shipped(text, add_special_tokens=False)["input_ids"] for text in ("assistant: ", "the sum" + EOS)]
-    joined = shipped("assistant: the sum" + EOS, add_special_tokens=False)["input_ids"]
-    encoded = encode_chat(shipped, [{"role": "assistant", "content": "the sum"}])
-    assert encoded == {"input_ids": [*pieces[0], *pieces[1]], "loss_mask": [0] * len(pieces[0]) + [1] * len(pieces[1])}
-    assert joined != encoded["input_ids"]  # " the" is one token: prompt and answer would share it
-
-
-# Arguments of calls are the same text whether a row has them as a dictionary or, as OpenAI's wire format, as JSON text
-
-
-def calling(call, before=""):
-    """A template of turns, with `call` where the assistant calls a tool."""
-    return (
-        "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|assistant|>' }}"
-        "{%- if m.tool_calls %}" + before + "{%- for tool_call in m.tool_calls %}"
-        "{%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}"
-        + call + "{%- endfor %}{%- else %}{{- m.content }}{%- endif %}{{- '</s>' }}"
-        "{%- else %}{{- '<|user|>' + m.content }}{%- endif %}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
-    )  # fmt: skip
-
-
-READING = {  # a dictionary
-    "Qwen2.5": calling(
-        """{{- '{"name": "' + tool_call.name + '", "arguments": ' }}{{- tool_call.arguments|tojson }}"""
-    ),
-    "GLM-4.5": calling(
-        "{{- tool_call.name }}{%- set _args = tool_call.arguments %}{%- for k, v in _args.items() %}"
-        "{{- '<arg_key>' + k + '</arg_key>' }}{{- v | tojson if v is not string else v }}{%- endfor %}"
-    ),
-}
-WRITING = {  # text
-    "bare": calling("{{- tool_call.name }} {{ tool_call.arguments }}"),
-    # Refuses a call without `content`, and writes one with an empty one.
-    "DeepSeek-V3": calling(
-        "{{- tool_call['name'] + '\n```json\n' + tool_call['arguments'] + '\n```' }}", before="{{- '' + m.content }}"
-    ),
-}
-ARGUMENTS = {"a": 1, "of": {"unit": "é"}, "list": [1, "two"]}
-TEXT, SPACELESS = json.dumps(ARGUMENTS, ensure_ascii=False), json.dumps(ARGUMENTS, separators=(",", ":"))
-
-
-def called(arguments, content=None):
-    call = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": arguments}}
-    return [*chat("What is it?"), {"role": "assistant", "content": content, "tool_calls": [call]}]
-
-
-@pytest.mark.parametrize("name", [*READING, *WRITING])
-def test_arguments_of_a_call_are_the_same_as_text_and_as_a_dictionary(name):
-    tokenizer = templated({**READING, **WRITING}[name])
-    stock = tokenizer.apply_chat_template(called(ARGUMENTS if name in READING else TEXT, ""), tokenize=False)
-    for arguments in (TEXT, ARGUMENTS):
-        for content in (None, ""):
-            messages = to_messages({"messages": called(arguments, content)})
-            encoded = encode_chat(tokenizer, messages)
-            (answer,) = supervised(tokenizer, encoded)
-            assert tokenizer.decode(encoded["input_ids"]) == stock and stock.endswith(answer) and "add" in answer
-            assert answer.endswith("</s>") and (TEXT in answer or name == "GLM-4.5")
-            row = {"messages": [*messages, {"role": "tool", "content": "three"}, THREE]}
-            prompt = tokenizer.decode(encode_prompts(tokenizer, [row])[0][0])
-            assert prompt == stock + "<|user|>three<|assistant|>"
-    own = encode_chat(tokenizer, to_messages({"messages": called(SPACELESS)}))
-    assert (SPACELESS in tokenizer.decode(own["input_ids"])) == (name in WRITING)  # text that is written is the row's
-    empty = [encode_chat(tokenizer, to_messages({"messages": called(none)})) for none in ("{}", "", {})]
-    assert empty[0] == empty[2] and (empty[1] == empty[0] or name in WRITING)
-
-
-# A template that reads `content` as a list of parts alone gets one: it writes nothing of a text
-
-IDEFICS = (
-    "{% for message in messages %}{{message['role'].capitalize()}}{% if message['content'][0]['type'] == 'image' %}"
-    "{{':'}}{% else %}{{': '}}{% endif %}{% for line in message['content'] %}{% if line['type'] == 'text' %}"
-    "{{line['text']}}{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
-)
-LLAVA = (
-    "{% for message in messages %}{{ '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' }}"
-    "{% if message['role'] != 'assistant' %}{% for content in message['content'] | selectattr('type', 'equalto', "
-    "'text') %}{{ content['text'] + ' ' }}{% endfor %}{% else %}{% for content in message['content'] | "
-    "selectattr('type', 'equalto', 'text') %}{% generation %}{{ content['text'] + '</s>' }}{% endgeneration %}"
-    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-# Parts of the user, text of the others.
-HALF = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' }}{% for part in m.content %}{{ part.text }}"
-    "{% endfor %}{% else %}{{ '<|' + m.role + '|>' + m.content + '</s>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-EITHER = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{{ '[' + part.text + ']' }}{% endfor %}{% endif %}{{ '</s>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-IN_PARTS = {"Idefics": (IDEFICS, "usat"), "LLaVA": (LLAVA, "usat"), "half": (HALF, "u"), "either": (EITHER, "")}
-
-
-@pytest.mark.parametrize("name", IN_PARTS)
-def test_a_template_that_reads_parts_gets_the_text_of_every_message(name):
-    template, roles = IN_PARTS[name]
-    tokenizer = templated(template)
-    messages = chat("What is it?", "It is three.", "and one?", "Hello", system="Hello.")
-    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-    stock = [part if part["role"][0] in roles else message for part, message in zip(parts, messages)]
-    text = tokenizer.apply_chat_template(stock, tokenize=False)
-    for given in (messages, parts):
-        encoded = encode_chat(tokenizer, to_messages({"messages": given}))
-        assert tokenizer.decode(encoded["input_ids"]).strip() == text.strip()
-        assert "".join(supervised(tokenizer, encoded)) == "It is three.</s>Hello</s>"
-        prompt = encode_prompts(tokenizer, [{"messages": given}])[0][0]
-        assert tokenizer.decode(prompt) == tokenizer.apply_chat_template(
-            stock[:-1], tokenize=False, add_generation_prompt=True
+    def stock(count, thinks, **prompt):
+        mode = dict.fromkeys(("thinking", "enable_thinking"), thinks)
+        return tokenizer.apply_chat_template(
+            known[:count], tools=options.get("tools"), tokenize=False, **mode, **prompt
         )
-    cut = encode_chat(tokenizer, chat("What is it?", "It is"), truncated=True)
-    assert supervised(tokenizer, cut) == ["It is"] and cut["loss_mask"][-1] == 1
+
+    last = max(i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is not False)
+    text, whole = tokenizer.decode(encoded["input_ids"]), stock(last + 1, bool(reasons[last]))
+    if "truncated" in options and last + 1 == len(messages):
+        assert whole.startswith(text) and (text == whole or text.endswith(ran[-1]))
+    else:
+        assert text.startswith(whole) and text[len(whole) :] in ("", *ENDS["ends"])
+    asked = max(i for i, m in enumerate(messages) if m["role"] != "assistant") + 1
+    for thinks in (False, True):
+        row = {"messages": given, "tools": options.get("tools")}
+        prompt = tokenizer.decode(encode_prompts(tokenizer, [row], thinks)[0][0])
+        assert prompt == stock(asked, thinks, add_generation_prompt=True)
 
 
 def test_a_template_that_is_kept_with_the_processor_is_found(tmp_path):

@@ -2,7 +2,9 @@
 
 import json
 import logging
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
@@ -10,7 +12,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from hf_hyperdflash.training.data.file_positions import add_file_positions
 from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
 from hf_hyperdflash.training.script import ScriptArguments, load_data
 
@@ -20,6 +21,7 @@ from ..helpers.chats import BLOCKS, CALL, CHANNELS, LINES, WORDY, chat, template
 # Sources: each row is trained on as it would be alone, whatever types the others have
 
 TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for m in messages %}{{ '<|assistant|>' if m.role == 'assistant' else '<|user|>' }}{{ m.content }}"
     "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '</s>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -62,7 +64,8 @@ def alone(rows):
         messages = row.get("messages") or [
             {"content": row.get("prompt") or row["question"]}, {"content": row.get("completion") or row.get("answer")}
         ]  # fmt: skip
-        text = ""
+        tools = row.get("tools") or []
+        text = "".join(map(json.dumps, json.loads(tools) if isinstance(tools, str) else tools))
         for role, message in zip(("<|user|>", "<|assistant|>"), messages):
             content = message["content"]
             if isinstance(content, list):
@@ -92,6 +95,10 @@ def sources_of(rows, folder):
     (parts / "test.jsonl").write_text(json.dumps(asked("of another split")))
     paths = [lines, marked, document, parts]
     if rows is ALIKE:  # which Arrow can hold as they are
+        spread, abreast = folder / "spread.json", folder / "abreast.jsonl"  # objects of several lines, and two on one
+        spread.write_text("\n".join(json.dumps(row, indent=1) for row in rows))
+        abreast.write_text("\n".join(map(json.dumps, rows)).replace("\n", " ", 1))
+        paths += [spread, abreast]
         table = Dataset.from_list(rows)
         (folder / "tables").mkdir()
         for path in (folder / "rows.parquet", folder / "tables" / "train.parquet"):
@@ -106,7 +113,6 @@ def sources_of(rows, folder):
             found = load_rows(path, streaming=streaming)
             assert isinstance(found, IterableDataset) == streaming
             yield found
-            yield add_file_positions(found, path)
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -136,24 +142,6 @@ def test_several_files_are_one_dataset_and_some_rows_are_held_out(tokenizer, tmp
         assert list(again) == list(train) != list(load_data(script, 1)[0])
 
 
-def test_tokens_of_a_list_may_be_tensors_or_arrays():
-    row = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "position_ids": [0, 1, 2]}
-    tensors = {name: torch.tensor(values) for name, values in row.items()}
-    arrays = {name: values.numpy() for name, values in tensors.items()}
-    expected = prepare_dataset(Dataset.from_list([row] * 3), None, max_length=9).to_list()
-    assert prepare_dataset([row, tensors, arrays], None, max_length=9).to_list() == expected == [row] * 3
-
-
-def test_tools_are_the_chat_templates():
-    tokenizer = templated("{% for tool in tools or [] %}{{ tool | tojson + '\n' }}{% endfor %}" + LINES)
-    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
-    rows = [{**asked("hi"), "tools": given} for given in (tools[:1], tools, None)]
-    kept = prepare_dataset(Dataset.from_list(rows), tokenizer, max_length=200).to_list()
-    assert [tokenizer.decode(row["input_ids"]).rstrip("\n") for row in kept] == [
-        tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False).rstrip("\n") for row in rows
-    ]
-
-
 # Cut and packed
 
 
@@ -177,43 +165,39 @@ def documents_of(rows):
             yield row["input_ids"][start:stop], row["loss_mask"][start:stop]
 
 
+def packed_by_hand(lengths, limit):
+    """Oracle: the longest document first, into the row with the least room for it, the first of several."""
+    rows = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        with_room = [row for row in rows if sum(lengths[j] for j in row) + lengths[i] <= limit]
+        if with_room:
+            max(with_room, key=lambda row: sum(lengths[j] for j in row)).append(i)
+        else:
+            rows.append([i])
+    return sorted(map(sorted, rows))
+
+
 MASKS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.lists(MASKS, min_size=1, max_size=25), st.integers(2, 24))
-def test_every_document_with_two_neighbouring_answer_tokens_is_there_once_and_packing_is_tight(masks, limit):
-    rows = [{"input_ids": [100 * i + j for j in range(len(m))], "loss_mask": m, "x": "y"} for i, m in enumerate(masks)]
+@given(st.lists(MASKS, min_size=1, max_size=25), st.integers(2, 24), st.sampled_from([list, torch.tensor, np.array]))
+def test_every_document_with_two_neighbouring_answer_tokens_is_there_once_and_packing_is_tight(masks, limit, kind):
+    rows = [{"input_ids": [100 * i + j for j in range(len(m))], "loss_mask": m} for i, m in enumerate(masks)]
     expected = [cut(row["input_ids"], row["loss_mask"], limit) for row in rows]
     expected = [(ids, mask) for ids, mask in expected if "11" in "".join(map(str, mask))]
     assume(expected)  # a dataset without any is refused
+    rows = [{name: kind(values) for name, values in row.items()} | {"x": "y"} for row in rows]
     plain, packed = (prepare_dataset(rows, None, max_length=limit, packing=packing) for packing in (False, True))
-    assert list(documents_of(plain)) == expected and sorted(documents_of(packed)) == sorted(expected)
-    loads = [len(row["input_ids"]) for row in packed]
-    assert max(loads) <= limit and all(a + b > limit for i, a in enumerate(loads) for b in loads[:i])
-    first = [row["input_ids"][0] for row in packed]
-    assert first == sorted(first) and all(row["input_ids"] == sorted(row["input_ids"]) for row in packed)
-    assert list(prepare_dataset(packed, None, max_length=limit)) == list(packed)  # prepared rows stay as they are
-
-
-def test_packing_takes_the_longest_first():
-    """In their order these would take four rows."""
-    rows = [{"input_ids": [n] * n, "loss_mask": [1] * n} for n in (3, 3, 3, 7, 7, 7)]
-    packed = prepare_dataset(rows, None, max_length=10, packing=True)
-    assert [row["input_ids"] for row in packed] == [[3] * 3 + [7] * 7] * 3
-    more = prepare_dataset(packed.with_format("torch"), None, max_length=20, packing=True)
-    assert sorted(documents_of(more)) == sorted(documents_of(packed)) and len(more) == 2
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_streams_give_the_same_rows_again_and_again(packing):
-    tokenizer = templated(LINES)
-    rows = Dataset.from_list([{**asked("hi", "so " * n), "truncated": n % 2 == 0} for n in range(1, 9)])
-    expected = prepare_dataset(rows, tokenizer, max_length=40, packing=packing)
-    stream = prepare_dataset(rows.to_iterable_dataset(), tokenizer, max_length=40, packing=packing)
-    assert list(stream) == list(stream) == list(expected)
-    unknown = IterableDataset.from_generator(lambda: iter(rows))  # knows no columns
-    assert list(prepare_dataset(unknown, tokenizer, max_length=40, packing=packing)) == list(expected)
+    together = packed_by_hand([len(ids) for ids, _ in expected], limit)
+    assert list(documents_of(plain)) == expected
+    assert list(documents_of(packed)) == [expected[i] for row in together for i in row] and len(packed) == len(
+        together
+    )
+    again = packed.with_format("torch")  # prepared rows stay as they are
+    assert list(prepare_dataset(again, None, max_length=limit)) == list(packed)
+    stream = prepare_dataset(plain.to_iterable_dataset(), None, max_length=limit, packing=True)
+    assert list(stream) == list(stream) == list(packed)
 
 
 def test_caching_recognizes_the_same_work():
@@ -250,8 +234,9 @@ USES = [*chat("add"), CALL, RESULT, CALL, RESULT, THREE]
 UNCUT = LINES.replace("m.content + eos", "'!' + eos")
 LEFT_OUT = {  # template, rows, the numbers of those that are kept, and words of each line that is logged
     "no answer, and an empty one": (
-        LINES, [GOOD, asked("hi", ""), {"turns": ["hi"]}, GOOD, {"turns": ["q"]}], [0, 3],
-        [("2 of 5", "row 2", "no assistant text"), ("1 of 5", "row 1", "empty")],
+        LINES.replace("m.content", "m.content.strip()"),
+        [GOOD, asked("hi", "  "), {"turns": ["hi"]}, GOOD, {**asked("hi", ""), "truncated": True}, {"turns": ["q"]}],
+        [0, 3], [("2 of 6", "row 2", "no assistant text"), ("2 of 6", "row 1", "empty")],
     ),
     "what cannot be read, the most frequent reason first": (
         LINES,
@@ -278,8 +263,10 @@ LEFT_OUT = {  # template, rows, the numbers of those that are kept, and words of
          ("tools", "row 3"), ("tool calls", "row 4")],
     ),
     "what is not to be trained on": (
-        LINES, [{"messages": [MESSAGES[0], {**THREE, "train": False}]}, GOOD], [1],
-        [("1 of 2", "row 0", "nothing left"), ("1 answers", "1 of 2", "row 0", "`train`")],
+        LINES,
+        [GOOD, {"messages": [MESSAGES[0], {**THREE, "train": False}] * 2},
+         {"messages": [*MESSAGES, AGAIN, {**SO, "train": False}]}],
+        [0, 2], [("1 of 3", "row 1", "nothing left"), ("3 answers", "2 of 3", "row 1", "`train`")],
     ),
     "answers that nothing asks for": (
         LINES, [{"messages": [THREE, *MESSAGES]}], [0], [("1 answers", "1 of 1", "row 0")],
@@ -345,12 +332,15 @@ def test_a_stream_tells_of_every_doubling(caplog):
 
 def test_rows_of_files_are_told_by_their_line(tmp_path, caplog):
     """Empty lines count, as in an editor."""
-    path = tmp_path / "rows.jsonl"
+    path, saved = tmp_path / "rows" / "rows.jsonl", tmp_path / "saved"
+    path.parent.mkdir()
     path.write_text("\n".join(["", json.dumps(GOOD), "", json.dumps(asked("hi", ""))]))
-    for streaming, place in ((False, f"{path}:4"), (True, f"{path}, row 1")):
-        rows = add_file_positions(load_rows(str(path), streaming=streaming), str(path))
-        kept, (line,) = told(rows, templated(LINES), caplog)
-        assert len(kept) == 1 and place in line
+    load_rows(str(path)).save_to_disk(saved)
+    table = tmp_path / "rows.parquet"
+    Dataset.from_list([GOOD, asked("hi", "")]).to_parquet(table)
+    for source, streaming in product((path, path.parent, saved, table), (False, True)):
+        kept, (line,) = told(load_rows(str(source), streaming=streaming), templated(LINES), caplog)
+        assert len(kept) == 1 and (f"{table}, row 1" if source is table else f"{path}:4") in line
 
 
 def test_nothing_left_is_told_early():

@@ -18,12 +18,13 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer, TrainingArguments
+from transformers import AutoTokenizer, TrainingArguments
 from typer.testing import CliRunner
 
-from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashConfig, HyperDFlashDrafter, load_drafter, load_target
+from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter, load_drafter, load_target
 from hf_hyperdflash.cli.app import app
-from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
+from hf_hyperdflash.drafters.parts.heads import HEADS
+from hf_hyperdflash.drafters.parts.reducers import REDUCERS
 from hf_hyperdflash.hub.cards import TRAINING_RECORD, drafter_card
 from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
@@ -33,7 +34,6 @@ from hf_hyperdflash.training.runs.progress import format_entry
 from hf_hyperdflash.training.script import _quiet_output, main, make_parser
 
 from ..conftest import MODELS, mostly_nightly
-from ..helpers.deepseek_checkpoints import dspark_fields
 from ..helpers.gguf_files import chatting_llama
 from ..helpers.headed_drafters import headless
 from ..helpers.processes import python
@@ -100,19 +100,47 @@ print([name for name in ("torch", "transformers", "datasets", "numpy") if name i
     for name, (default, described) in entries.items():
         if described and type(actions[name].default) in (int, float):
             assert float(default) == actions[name].default, name
+    assert actions["reducer"].choices == tuple(REDUCERS) and actions["sequential_head"].choices == ("none", *HEADS)
+
+
+def test_defaults_that_differ_from_transformers(tmp_path):
+    args = HyperDFlashTrainingArguments(str(tmp_path), use_cpu=True)
+    assert not (args.dataloader_pin_memory or args.ddp_find_unused_parameters or args.remove_unused_columns)
+    assert args.accelerator_config.dispatch_batches is False and args.learning_rate == 8e-4
+    alone = dict(ce_weight=0, kl_weight=0, tv_weight=1.0)  # which is enough to train with
+    assert HyperDFlashTrainingArguments(str(tmp_path), use_cpu=True, **alone).kl_positions == 2
 
 
 # What happens, and what is recorded of it
 
+LOGGED = [
+    *["step N: loss N, grad norm N, learning rate N, cross entropy N, kl N, tv N"] * 3,
+    "N steps in N s, mean loss N",
+    "step N, held out: loss N, teacher-forced tau N, N expected at temperature N; accepted at each position, %: {}",
+    "step N, generated: tau N, N tokens/s; accepted at each position, %: {}",
+]
+
 
 def test_the_record_tells_what_happened(train, caplog, capsys, tmp_path):
     (tmp_path / "chat.jinja").write_text("\ufeff" + Path(TARGET, "chat_template.jinja").read_text())
-    more = dict(max_length=12, num_train_epochs=7, sliding_window="none", save_steps=1, warmup_steps=0.5, max_steps=3)
+    more = dict(
+        max_length=12,
+        num_train_epochs=7,
+        sliding_window="none",
+        save_steps=1,
+        warmup_steps=0.5,
+        max_steps=3,
+        logging_steps=1,
+    )
     more |= dict(recipe="dspark", kl_weight=0.3, sequential_head="markov", head_rank=4)
     folder = train(chats(10), chat_template=tmp_path / "chat.jinja", **more)
     assert "8 of 8" in caplog.text and "12 tokens" in caplog.text
-    assert "Reading" in (said := capsys.readouterr().err) and f"Loading {TARGET}" in said
-    assert "8 rows, 2 held out (by `--eval_rows 2`), 1 of them" in said
+    logged, told = capsys.readouterr()
+    for line in ("Reading", f"Loading {TARGET}", "8 rows, 2 held out (by `--eval_rows 2`), 1 of them"):
+        assert line in told, line
+    shown = [re.sub(r"-?\d+(\.\d+)?(e[+-]\d+)?", "N", line) for line in logged.splitlines()]
+    *shown, saved = [re.sub(r"(N, )*N$", "{}", line) if "%" in line else line for line in shown]
+    assert shown == LOGGED and saved.startswith("Saved to ") and "%|" not in told
     expected = {
         "steps": 3, "schedule_steps": 3, "warmup_steps": 2, "train_rows": 8, "held_out_rows": 2, "epochs": 1.5,
         "lr_scheduler_type": "cosine", "max_grad_norm": 1.0, "adam_beta1": 0.9, "adam_beta2": 0.999,
@@ -135,36 +163,7 @@ def test_the_record_tells_what_happened(train, caplog, capsys, tmp_path):
     assert HyperDFlashConfig.from_pretrained(folder).sliding_window is None
 
 
-LOGGED = [
-    *["step N: loss N, grad norm N, learning rate N, cross entropy N, kl N"] * 2,
-    "step N, held out: loss N, teacher-forced tau N, N expected at temperature N; accepted at each position, %: {}",
-    "step N, generated: tau N, N tokens/s; accepted at each position, %: {}",
-    "N steps in N s, mean loss N",
-]
-
-
-@pytest.mark.nightly  # a command in a process of its own
-def test_the_command_shows_how_far_it_is_and_no_warning_of_pinned_memory(tmp_path):
-    """In a process of its own: the command sets how much transformers says when that is first imported."""
-    command = ["-c", "from hf_hyperdflash.cli.app import run; run()", "train"]
-    given = flags(tmp_path, write(tmp_path / "chats.jsonl", chats(6)))
-    given += ["--logging_steps", "1", "--eval_strategy", "steps", "--eval_steps", "2"]
-    for more in (["--disable_tqdm", "false"], ["--overwrite_output_dir", "true"]):
-        # There is no terminal, so that bars have to be asked for.
-        done = python(*command, *given, *more)
-        assert done.returncode == 0, done.stderr
-        for bar in ("2/2 [", "%|"):
-            assert (bar in done.stderr) is ("false" in more)
-        assert "pin_memory" not in done.stderr
-        lines = [line for line in done.stdout.replace("\r", "\n").splitlines() if line.startswith(("step", "2 steps"))]
-        shown = [re.sub(r"-?\d+(\.\d+)?(e[+-]\d+)?", "N", line) for line in lines[:5]]
-        shown = [re.sub(r"(N, )*N$", "{}", line) if "%" in line else line for line in shown]
-        assert shown == LOGGED
-        assert [line[:7] for line in lines[:5]] == ["step 1:", "step 2:", "step 2,", "step 2,", "2 steps"]
-
-
 ENTRIES = [
-    ({"loss": 1.23456, "epoch": 2.0}, "step 7: loss 1.235"),
     (
         {"eval_long_teacher_forced_acceptance_1": 0.5, "eval_long_teacher_forced_acceptance_2": 0.254,
          "eval_long_loss": 2.0, "eval_long_teacher_forced_tau": 1.756, "eval_long_runtime": 3.0},
@@ -172,7 +171,7 @@ ENTRIES = [
     ),
     ({"eval_loss": 2.5, "eval_runtime": 1.0, "epoch": 1.0}, "step 7: eval loss 2.5, eval runtime 1"),
     ({"train_runtime": 9.6, "train_loss": 1.5}, "7 steps in 10 s, mean loss 1.5"),
-    ({"told": "so", "count": 10**6}, "step 7: told so, count 1000000"),
+    ({"told": "so", "count": 10**6, "loss": 1.23456}, "step 7: told so, count 1000000, loss 1.235"),
 ]  # fmt: skip
 
 
@@ -194,36 +193,24 @@ def test_of_several_processes_one_tells_of_loading(process, monkeypatch, caplog)
     assert caplog.messages[-1] == "again"
 
 
-BAD_ROWS = {  # a row, and words of its reason
-    "speaker": ({"messages": [{"role": "usr", "content": "q"}, {"role": "assistant", "content": "a"}]}, "'usr'"),
-    "template": (
-        {"messages": [{"role": "system", "content": "s"}, *chats(1)[0]["messages"]]}, "No system message, please"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "streaming"), [("speaker", True), ("template", False)])
-def test_a_row_that_cannot_be_used_stops_no_run_and_is_named_by_file_and_line(tmp_path, name, streaming, caplog):
-    """Neither among the rows to train on nor among those to generate from."""
-    bad, words = BAD_ROWS[name]
-    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('No system message, please') }}{% endif %}"
+def test_a_row_that_cannot_be_used_stops_no_run_and_is_named_by_file_and_line(train, tmp_path, caplog):
+    """Neither among the rows of a stream to train on nor among those to generate from."""
+    system = [{"messages": [{"role": "system", "content": "s"}, *chats(1)[0]["messages"]]}]
     template = tmp_path / "template.jinja"
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('No system message, please') }}{% endif %}"
     template.write_text(refusing + Path(TARGET, "chat_template.jinja").read_text())
-    rows = chats(5)
-    data, held_out = write(tmp_path / "rows.jsonl", [*rows, bad]), write(tmp_path / "held-out.jsonl", [bad, *rows])
-    given = dict(eval_dataset=held_out, eval_prompts=2, chat_template=template)
-    main([*flags(tmp_path, data, **given), *(["--streaming"] if streaming else [])])
-    place = "rows.jsonl, row 5" if streaming else "rows.jsonl:6"
-    for where in (place, "held-out.jsonl:1"):
-        assert any(where in line and words in line for line in caplog.messages), caplog.messages
-    only = write(tmp_path / "only.jsonl", [bad] * 3)
-    Refusal(lambda: main(flags(tmp_path, only, output_dir=tmp_path / "o", **given)), ("only.jsonl", words)).check()
+    given = dict(eval_dataset=write(tmp_path / "held-out.jsonl", [*system, *chats(3)]), chat_template=template)
+    train([*chats(3), *system], streaming="true", **given)
+    for place in ("rows.jsonl:4", "held-out.jsonl:1"):
+        assert any(place in line and "No system message" in line for line in caplog.messages), caplog.messages
+    Refusal(lambda: train(system * 3, out="o", **given), ("rows.jsonl:1", "No system message")).check()
 
 
 def test_a_run_that_diverges_ends_the_line_of_its_bar(train, capfd):
     worse = dict(learning_rate=1e18, max_grad_norm=0, optim="sgd", kl_weight=0, max_steps=40, warmup_steps=0)
     Refusal(lambda: train(**worse, disable_tqdm=False), ("diverged", "learning_rate")).check()
-    assert capfd.readouterr().err.endswith("\n")
+    told = capfd.readouterr().err
+    assert "%|" in told and told.endswith("\n")
 
 
 # Takes seconds: a command in a process of its own.
@@ -247,45 +234,52 @@ run()
 # Earlier drafters
 
 
-def test_deepseeks_own_drafter_is_trained_on(train, tmp_path):
-    """One that was saved goes in as an earlier stage's drafter, and comes out as what it was."""
-    config = AutoConfig.from_pretrained(TARGET)
-    for name, value in dspark_fields(target_layer_ids=[2, 4]).items():
-        setattr(config, name, value)
-    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.from_target_config(config, blocks=1))
-    drafter.save_pretrained(tmp_path / "dspark")
-    given = dict(drafter=tmp_path / "dspark", layers=None)
-    trained = load_drafter(train(**given))
-    assert type(trained) is DeepseekV4DSparkDrafter and trained.config.target_layer_ids == [2, -1]
-    assert not torch.equal(trained.main_proj.weight.float(), drafter.main_proj.weight)
-    record = json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())
-    assert record["settings"]["steps"] == 2 and "eval_tau" in record["history"][-1]
-    words = ("DeepseekV4DSparkDrafter", "expected none")
-    Refusal(lambda: train(**given, out="more", sequential_head="state"), words).check()
+def shipped(folder, target):
+    drafter = load_drafter(SHIPPED, dtype=torch.float32)
+    drafter.config.confidence_temperatures = [2.0] * 8  # of the weights and positions that it has
+    drafter.save_pretrained(folder)
+    return drafter
 
 
-def test_a_head_is_trained_onto_an_earlier_drafter(train, tmp_path):
-    """What the drafter knows stays; without enough training it drafts as before."""
-    before = headless(load_drafter(SHIPPED, dtype=torch.float32))
-    before.save_pretrained(tmp_path / "blind")
-    heads = dict(sequential_head="state", head_rank=8, layers=None)
-    out = train(drafter=tmp_path / "blind", learning_rate=1e-9, save_dtype="float32", **heads)
-    trained, settings = load_drafter(out), settings_of(out)
-    assert trained.config.sequential_head == "state" and trained.head.down_proj.weight.any()
-    torch.testing.assert_close(trained.norm.weight, before.norm.weight, rtol=0, atol=1e-6)
-    assert settings["sequential_head"] == "state" and settings["head_rank"] == 8 and settings["num_draft_tokens"] == 8
+def headless_one(folder, target):
+    headless(load_drafter(SHIPPED, dtype=torch.float32)).save_pretrained(folder)
+    return load_drafter(folder, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("drafts", [10, None])
-def test_an_earlier_drafter_goes_on_with_longer_blocks_or_its_own(train, tmp_path, drafts):
-    """No weight depends on how many drafts a block has; temperatures are of the weights and positions it had."""
-    sure = load_drafter(SHIPPED)
-    sure.config.confidence_temperatures = [2.0] * 8
-    sure.save_pretrained(tmp_path / "sure")
-    out = train(drafter=tmp_path / "sure", num_draft_tokens=drafts, layers=None)
-    trained, drafts = load_drafter(out), drafts or 8
-    assert trained.max_draft_tokens == drafts == settings_of(out)["num_draft_tokens"]
-    assert trained.config.confidence_temperatures is None
+def somebody_elses(folder, target):
+    """In another program's layout, which does not say what target it is for: afterwards it does."""
+    drafter = HyperDFlashDrafter.from_target(
+        load_target(target), reducer="fc", target_layer_ids=[0, 2], mask_token_id=1
+    )
+    export_dflash(drafter, folder)
+    return drafter
+
+
+HEAD = dict(sequential_head="state", head_rank=8)
+EARLIER = {  # flags, and what its configuration has afterwards
+    shipped: ({}, {"confidence_temperatures": None}, 8),
+    headless_one: (HEAD, HEAD, 8),
+    somebody_elses: ({"num_draft_tokens": 10}, {"target_name_or_path": "target", "target_model_type": "qwen3"}, 10),
+}
+
+
+@pytest.mark.parametrize("earlier", EARLIER)
+def test_an_earlier_drafter_goes_on_as_what_it_was(train, tmp_path, dense_pair, earlier):
+    """What it knows stays: without enough training it drafts as before. No weight depends on the number of drafts."""
+    (tmp_path / "target").symlink_to(dense_pair[0] if earlier is somebody_elses else TARGET)
+    before = earlier(tmp_path / "earlier", tmp_path / "target").state_dict()
+    given, fields, drafts = EARLIER[earlier]
+    given = dict(drafter=tmp_path / "earlier", layers=None, target=tmp_path / "target", **given)
+    trained = load_drafter(out := train(**given, save_dtype="float32", learning_rate=1e-5))
+    assert {field: getattr(trained.config, field) for field in fields} == fields
+    facts = settings_of(out)
+    assert (
+        trained.max_draft_tokens == drafts == facts["num_draft_tokens"]
+        and facts.items() >= fields.items() & HEAD.items()
+    )
+    after = trained.state_dict()
+    changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
+    assert changed and all((after[name] - before[name]).abs().max() < 1e-4 for name in changed)
 
 
 # Takes seconds: three runs of training.

@@ -24,10 +24,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...targets.registry import target_of
-from .encoding import end_ids_of, render
-from .file_positions import add_file_positions, locating_errors
-from .messages import Message, Tool, read_tools, to_messages
+from .encoding import end_ids_of
+from .file_positions import locating_errors
+from .messages import Json, Message, Tool, read_tools, to_messages
 from .rows import load_rows
+from .templates import ChatTemplate
 
 Answer = tuple[Message, bool]  # and whether it is cut off, so that it has no end to learn from
 
@@ -70,14 +71,20 @@ def check_tokenizer(target: str, tokenizer: PreTrainedTokenizerBase, thinking: b
 class Conversation:
     """Messages so far and user turns that wait; `ids` is the prompt of the next answer."""
 
-    def __init__(self, turns: list[Message], tools: list[Tool] | None) -> None:
-        self.prompt_id, self.waiting, self.tools = prompt_id(turns, tools), turns, tools
-        self.has_several = sum(message["role"] == "user" for message in turns) > 1
+    def __init__(self, row: Mapping[str, Json], tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings) -> None:
+        self.tokenizer, self.settings, self.tools = tokenizer, settings, read_tools(row)
+        turns = [dict(message) for message in to_messages(row) if message["role"] != "assistant"]
+        if row.get("question"):
+            [turn for turn in turns if turn["role"] == "user"][-1]["content"] += settings.question_suffix
+        # Up to the first that depends on an answer of the dataset, as a tool's does.
+        self.waiting = list(takewhile(lambda turn: turn["role"] in ("system", "developer", "user"), turns))
+        self.prompt_id = prompt_id(self.waiting, self.tools)
+        self.has_several = sum(turn["role"] == "user" for turn in self.waiting) > 1
         self.messages: list[Message] = []
         self.truncated = False
         self.ids: list[int] = []
 
-    def ask(self, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings) -> bool:
+    def ask(self) -> bool:
         """Go on to the next user turn. False if the conversation is over, as where the chat template refuses more."""
         messages = list(self.messages)
         while self.waiting and (not messages or messages[-1]["role"] != "user"):
@@ -85,13 +92,13 @@ class Conversation:
         if self.truncated or not messages or messages[-1]["role"] != "user":
             return False
         try:
-            text = render(tokenizer, messages, self.tools, settings.thinking, prompt=True)
+            text = ChatTemplate(self.tokenizer, self.tools).render(messages, self.settings.thinking, prompt=True)
         except ValueError:
             if not self.messages:
                 raise
             return False
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(ids) > settings.max_prompt_length:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) > self.settings.max_prompt_length:
             return False
         self.messages, self.ids = messages, ids
         return True
@@ -109,14 +116,6 @@ def prompt_id(messages: list[Message], tools: list[Tool] | None = None) -> str:
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
-def user_turns(row: dict[str, Any], suffix: str) -> list[Message]:
-    """Return system and user messages up to the first that depends on an answer of the dataset, as a tool's does."""
-    turns = [dict(message) for message in to_messages(row) if message["role"] != "assistant"]
-    if row.get("question"):
-        [message for message in turns if message["role"] == "user"][-1]["content"] += suffix
-    return list(takewhile(lambda message: message["role"] in ("system", "developer", "user"), turns))
-
-
 def read_conversations(
     sources: Iterable[str],
     tokenizer: PreTrainedTokenizerBase,
@@ -130,13 +129,12 @@ def read_conversations(
     read = 0
     for source in sources:
         rows = load_rows(source, split)
-        rows = add_file_positions(rows.select(range(min(limit or len(rows), len(rows)))), source)
-        for row in rows:
+        for row in rows.select(range(min(limit or len(rows), len(rows)))):
             read += 1
             try:
                 with locating_errors(row, read - 1):
-                    conversation = Conversation(user_turns(row, settings.question_suffix), read_tools(row))
-                    if conversation.prompt_id not in found and conversation.ask(tokenizer, settings):
+                    conversation = Conversation(row, tokenizer, settings)
+                    if conversation.prompt_id not in found and conversation.ask():
                         found[conversation.prompt_id] = conversation
             except ValueError as error:
                 refused.append(str(error))
@@ -188,14 +186,9 @@ class WrittenAnswers:
         os.truncate(self.path, len(lines + newline))
         return found
 
-    def add(
-        self,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        asked: list[Conversation],
-        how: AnswerSettings,
-    ) -> None:
+    def add(self, target: PreTrainedModel, asked: list[Conversation]) -> None:
         """Answer the conversations that have no answer yet, and write each line at once."""
+        how = asked[0].settings
         waiting = {conversation.prompt_id for conversation in asked} - self.answers.keys()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.beside.with_name(f"{self.beside.name}.tmp")  # a kill leaves the settings whole
@@ -203,41 +196,35 @@ class WrittenAnswers:
         os.replace(unfinished, self.beside)
         # Conversations that share batches: single turns; longer ones with neighbours in length.
         single, several = ([c for c in asked if c.has_several == wanted] for wanted in (False, True))
-        chunks, size = _batches(single, target, how.batch_size), CHUNK * how.batch_size
+        chunks, size = _batches(single, target), CHUNK * how.batch_size
         several.sort(key=lambda c: len(c.ids))
         chunks += [several[first : first + size] for first in range(0, len(several), size)]
         random.Random(how.seed).shuffle(chunks)  # a run that is stopped early has seen prompts of all kinds
         bar = {"total": len(asked), "initial": len(asked) - len(waiting), "smoothing": 0}  # its end by the mean
         with self.path.open("a") as file, tqdm(**bar, desc="answering", unit="prompt") as progress:
             for chunk in chunks:
-                for over in self._answered(target, tokenizer, chunk, how):
+                for over in self._answered(target, chunk):
                     new = [conversation for conversation in over if conversation.prompt_id in waiting]
                     file.writelines(json.dumps(conversation.row()) + "\n" for conversation in new)
                     file.flush()
                     self.cut += [conversation.truncated for conversation in new]
                     progress.update(len(new))  # at once: the first of a batch took no less time than all of it
 
-    def _answered(
-        self,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        chunk: list[Conversation],
-        how: AnswerSettings,
-    ) -> Iterator[list[Conversation]]:
+    def _answered(self, target: PreTrainedModel, chunk: list[Conversation]) -> Iterator[list[Conversation]]:
         """Answer all turns of some conversations; yield those of a batch that are over. One that is all written is
         only read."""
         while chunk:
             following: list[Conversation] = []
-            for batch in _batches(chunk, target, how.batch_size):
+            for batch in _batches(chunk, target):
                 if all(len(c.messages) < len(self.answers.get(c.prompt_id, ())) for c in batch):
                     answers = [self.answers[c.prompt_id][len(c.messages)] for c in batch]
                 else:
-                    answers = answer_batch(target, tokenizer, batch, how)
+                    answers = answer_batch(target, batch)
                 over: list[Conversation] = []
                 for conversation, (message, truncated) in zip(batch, answers):
                     conversation.truncated = truncated
                     conversation.messages.append(message)
-                    (following if conversation.ask(tokenizer, how) else over).append(conversation)
+                    (following if conversation.ask() else over).append(conversation)
                 yield over
             chunk = following
 
@@ -251,18 +238,18 @@ class WrittenAnswers:
         return f"{text}."
 
 
-def _batches(conversations: list[Conversation], target: PreTrainedModel, size: int) -> list[list[Conversation]]:
+def _batches(conversations: list[Conversation], target: PreTrainedModel) -> list[list[Conversation]]:
     """Return batches of neighbours in length, or of one length where the text would depend on the padding; the
     shortest prompts first."""
     ordered, by_length = sorted(conversations, key=lambda c: len(c.ids)), target_of(target).skips_padding
     groups = [list(group) for _, group in groupby(ordered, key=lambda c: len(c.ids) if by_length else 0)]
+    size = conversations[0].settings.batch_size if conversations else 1
     return [group[first : first + size] for group in groups for first in range(0, len(group), size)]
 
 
-def answer_batch(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: list[Conversation], how: AnswerSettings
-) -> list[Answer]:
+def answer_batch(target: PreTrainedModel, batch: list[Conversation]) -> list[Answer]:
     """Return the target's answers to the prompts of a batch."""
+    tokenizer, how = batch[0].tokenizer, batch[0].settings
     device = cast(torch.Tensor, target.get_input_embeddings().weight).device
     prompts = [torch.tensor(conversation.ids, device=device) for conversation in batch]
     masks = [torch.ones_like(prompt) for prompt in prompts]

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from .file_positions import locating_errors
-from .messages import Message, Tool, function_name, read_tools, says_nothing, to_messages
-from .templates import spelled, template_reading
-
-Spans = list[tuple[int, int]]
+from .messages import Message, Tool, function_name, is_trained, read_tools, says_nothing, to_messages
+from .templates import ChatTemplate, Spans
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -50,16 +45,17 @@ def encode_chat(
     """
     notes = [] if notes is None else notes
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    notes += ["excluded" for i in answers if not _is_trained(messages[i])]
-    trained = [i for i in answers if _is_trained(messages[i])]
+    notes += ["excluded" for i in answers if not is_trained(messages[i])]
+    trained = [i for i in answers if is_trained(messages[i])]
     if trained and trained[-1] + 1 < len(messages):
         notes += ["tail"] * (trained[-1] == answers[-1])
         messages, truncated = messages[: trained[-1] + 1], False
-    text, found, reasons = _answer_spans(tokenizer, messages, tools)
+    template = ChatTemplate(tokenizer, tools)
+    text, found, reasons = _answer_spans(template, messages)
     notes += reasons + _omitted_parts(text, messages, tools)
     spans = [span for span in found if span is not None]
     if spans:
-        text, spans = _with_ends(tokenizer, text, spans, messages[-1], tools, end_ids)
+        text, spans = _with_ends(tokenizer, template, text, spans, messages[-1], end_ids)
     if truncated and spans and found[-1] is not None and messages[-1]["role"] == "assistant":
         # The text ends after the words of the last answer. If they are not found, that is not supervised.
         located, answer = len(spans), messages[-1].get("content") or messages[-1].get("reasoning_content") or ""
@@ -83,10 +79,6 @@ def end_ids_of(target: PreTrainedModel) -> list[int]:
     return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
 
 
-def _is_trained(message: Message) -> bool:
-    return message.get("train") is not False
-
-
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> tuple[list[int], list[int], int]:
     """Return the tokens of a text, whether each lies in one of the spans, and how many spans have none, because the
     token that they are in begins before them."""
@@ -99,7 +91,8 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> tupl
             for start, end in zip([0, *straddling], [*straddling, len(text)])
         ]
         apart = [token for (tokens, _), _ in parts for token in tokens]
-        if _decoded(tokenizer, apart) == _decoded(tokenizer, ids):  # else a part got a space of its own, say
+        text_apart, whole_text = (tokenizer.decode(each, clean_up_tokenization_spaces=False) for each in (apart, ids))
+        if text_apart == whole_text:  # else a part got a space of its own, say
             ids, ends = apart, [start + end for (_, those), start in parts for end in those]
     mask, joined = [0] * len(ids), 0
     for start, end in spans:
@@ -134,50 +127,34 @@ def _tokens_with_ends(
     return ids, ends
 
 
-def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-
 def _answer_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None
+    template: ChatTemplate, messages: list[Message]
 ) -> tuple[str, list[tuple[int, int] | None], list[str]]:
     """Return the rendered conversation, the spans `text[start:end]` of the answers, None where one is not found, and
     why those are not."""
-    template = chat_template_of(tokenizer, tools)
-    if not _GENERATION_TAG.search(template):
-        return _spans_by_prefix(tokenizer, messages, tools)
-    thinking = bool(messages[-1].get("reasoning_content"))
-    variables: dict[str, Any] = {**tokenizer.special_tokens_map, "thinking": thinking, "enable_thinking": thinking}
-    conversation = spelled(messages, template, template_reading(tokenizer, template))
-    with _explaining_template_errors():
-        # As apply_chat_template renders it, with spans of the text instead of the tokens.
-        rendered: Any = render_jinja_template(
-            conversations=[conversation],
-            tools=tools,  # type: ignore[arg-type]
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **variables,
-        )
-    (text,), (blocks,) = rendered
+    if not _GENERATION_TAG.search(template.text):
+        return _spans_by_prefix(template, messages)
+    blocks: Spans = []
+    text = template.render(messages, bool(messages[-1].get("reasoning_content")), blocks=blocks)
     answers = [message for message in messages if message["role"] == "assistant"]
     if len(blocks) == len(answers):
-        blocks = [block for block, answer in zip(blocks, answers) if _is_trained(answer)]
-    elif not all(map(_is_trained, answers)):
+        blocks = [block for block, answer in zip(blocks, answers) if is_trained(answer)]
+    elif not all(map(is_trained, answers)):
         raise ValueError(
             f"Some answers are not to be trained on (`train`), and which ones cannot be told: {len(answers)} answers "
             f"have {len(blocks)} blocks of {{% generation %}} in the chat template's text."
         )
     spans = [(start, end) if start < end else None for start, end in blocks]
-    said = sum(not says_nothing(answer) for answer in answers if _is_trained(answer))
-    return _checked_text(text), spans, ["untagged"] * (said - sum(span is not None for span in spans))
+    said = sum(not says_nothing(answer) for answer in answers if is_trained(answer))
+    return text, spans, ["untagged"] * (said - sum(span is not None for span in spans))
 
 
 def _with_ends(
     tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
     text: str,
     spans: Spans,
     last: Message,
-    tools: list[Tool] | None,
     end_ids: Collection[int] | None,
 ) -> tuple[str, Spans]:
     """Let each answer end with the token that ends it: its own, without the white space after it, which is never
@@ -185,8 +162,11 @@ def _with_ends(
     added = tokenizer.added_tokens_decoder.values()
     special = [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
     ends = special if end_ids is None else list(filter(None, tokenizer.convert_ids_to_tokens(list(end_ids))))
-    reading = template_reading(tokenizer, chat_template_of(tokenizer, tools))
-    openings = [_opening(following, ends) for following in (reading.after_answer, reading.after_call)]
+    openings = []  # of the turns after an answer and after a call, with the white space before them
+    for following in (template.reading.after_answer, template.reading.after_call):
+        space = len(following) - len(following.lstrip())
+        begun = [following[: space + len(end)] for end in ends if following.startswith(end, space)]
+        openings.append(max(begun, key=len, default=""))
     own = (*special, *ends)
     if spans[-1][1] == len(text) and last["role"] == "assistant" and not text.rstrip().endswith(own):
         text += openings[bool(last.get("tool_calls"))]
@@ -199,32 +179,6 @@ def _with_ends(
             end += max((len(opening) for opening in openings if text.startswith(opening, end)), default=0)
         ended.append((start, end))
     return text, ended
-
-
-def _opening(text: str, tokens: list[str]) -> str:
-    """Return the one of some tokens that a text begins with, and the white space before it."""
-    space = len(text) - len(text.lstrip())
-    return max((text[: space + len(token)] for token in tokens if text.startswith(token, space)), key=len, default="")
-
-
-def chat_template_of(tokenizer: PreTrainedTokenizerBase, tools: list[Tool] | None = None) -> str:
-    if tokenizer.chat_template:
-        return tokenizer.get_chat_template(tools=tools)
-    raise ValueError(
-        f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so prompts and answers cannot be told apart: "
-        "set `tokenizer.chat_template` to a Jinja template (`--chat-template FILE` of `hf-hyperdflash train`)."
-    )
-
-
-@contextmanager
-def _explaining_template_errors() -> Iterator[None]:
-    """Turn any error of a chat template into a `ValueError` of one line."""
-    try:
-        yield
-    except Exception as error:
-        kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "  # its own `raise_exception`
-        why = " ".join(f"{kind}{error}".split())
-        raise ValueError(f"The chat template refuses the conversation ({why}).") from error
 
 
 def _omitted_parts(text: str, messages: list[Message], tools: list[Tool] | None) -> list[str]:
@@ -241,45 +195,12 @@ def _omitted_parts(text: str, messages: list[Message], tools: list[Tool] | None)
     ]
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    tools: list[Tool] | None,
-    thinking: bool,
-    prompt: bool,
-) -> str:
-    """Render a conversation with the tokenizer's chat template."""
-    mode: dict[str, Any] = {"thinking": thinking, "enable_thinking": thinking}
-    template = chat_template_of(tokenizer, tools)
-    conversation = spelled(messages, template, template_reading(tokenizer, template))
-    with _explaining_template_errors():
-        text = tokenizer.apply_chat_template(
-            conversation,
-            tools=tools,  # type: ignore[arg-type]
-            tokenize=False,
-            add_generation_prompt=prompt,
-            **mode,
-        )
-    return _checked_text(str(text))
-
-
-def _checked_text(text: str) -> str:
-    """Return a text that tokenizers can read. JSON can have half a character, as `"\\ud83d"`."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"A text has half a character, {text[error.start]!r}: correct it, or leave such rows out."
-        ) from error
-    return text
-
-
 def _spans_by_prefix(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None
+    template: ChatTemplate, messages: list[Message]
 ) -> tuple[str, list[tuple[int, int] | None], list[str]]:
     thinks = [bool(message.get("reasoning_content")) for message in messages]
-    text = render(tokenizer, messages, tools, thinks[-1], prompt=False)
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)]
+    text = template.render(messages, thinks[-1])
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and is_trained(message)]
     spans: list[tuple[int, int] | None] = []
     reasons = []
     for i in answers:
@@ -287,10 +208,10 @@ def _spans_by_prefix(
         if i == 0:
             reasons.append("unasked")
             continue
-        through = render(tokenizer, messages[: i + 1], tools, thinks[i], prompt=False)
+        through = template.render(messages[: i + 1], thinks[i])
         reason = "unprompted"
         for thinking in (thinks[i], not thinks[i]):  # the other one where reasoning is written into the content
-            prompt = render(tokenizer, messages[:i], tools, thinking, prompt=True)
+            prompt = template.render(messages[:i], thinking, prompt=True)
             if not through.startswith(prompt):
                 continue
             if through == prompt and not says_nothing(messages[i]):
@@ -323,7 +244,7 @@ def encode_prompts(
 
     With `at_most`, rows that give no prompt are skipped until so many are found. Raise a `ValueError` if the tokenizer
     has no chat template, or a row (with `at_most`, every row) no user turn, or the template refuses it."""
-    chat_template_of(tokenizer)
+    ChatTemplate(tokenizer)  # says that there is none, which is no row's fault
     prompts: list[torch.Tensor] = []
     refused: ValueError | None = None
     for number, row in enumerate(rows):
@@ -341,7 +262,7 @@ def encode_prompts(
                     roles.pop()
                 if not roles:
                     raise ValueError("The conversation asks nothing: expected a message before the answer.")
-                text = render(tokenizer, messages[: len(roles)], read_tools(row), thinking, prompt=True)
+                text = ChatTemplate(tokenizer, read_tools(row)).render(messages[: len(roles)], thinking, prompt=True)
         except ValueError as error:
             if at_most is None:
                 raise

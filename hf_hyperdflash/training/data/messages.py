@@ -53,30 +53,30 @@ def to_messages(row: Mapping[str, Json]) -> list[Message]:
         name: value for name, value in row.items() if value not in (None, "", []) and name != POSITION_COLUMN
     }
     _refuse_unread(given, _UNREAD_ROW_FIELDS)
-    return _with_system(given, _conversation(row, given))
-
-
-def _conversation(row: Mapping[str, Json], given: dict[str, Json]) -> list[Message]:
-    messages: list[Any] = []
-    if "messages" in given:
-        messages = _checked_list(given["messages"])
-    elif "conversations" in given:
-        messages = [_from_sharegpt(turn) for turn in _checked_list(given["conversations"])]
-    elif "turns" in given:
-        messages = [{"role": "user", "content": turn} for turn in _checked_list(given["turns"])]
-    if messages:
+    columns = next((pair for pair in _EXCHANGES if all(row.get(name) is not None for name in pair)), None)
+    if name := next((name for name in ("messages", "conversations", "turns") if name in given), None):
         _refuse_unread(given, _EXCHANGE_FIELDS)
-        return _as_messages(messages)
-    present = {name for name, value in row.items() if value is not None}  # an answer may be empty
-    for question_column, answer_column in _EXCHANGES:
-        if question_column in present and answer_column in present:
-            return _exchange(row, given, question_column, answer_column)
-    empty = sorted(set(row) - set(given) - {POSITION_COLUMN})
-    raise ValueError(
-        f"A row with columns {sorted(given)}{f' and nothing in {empty}' if empty else ''} is no conversation: "
-        "expected messages, conversations, turns, instruction/output, prompt/completion, query/response or "
-        "question/answer. Rename the columns of the dataset, or leave such rows out."
-    )
+        turns = _checked_list(given[name])
+        messages = _as_messages([{"role": "user", "content": turn} for turn in turns] if name == "turns" else turns)
+    elif columns:  # whose answer may be empty
+        messages = _exchange(row, given, *columns)
+    else:
+        empty = sorted(set(row) - set(given) - {POSITION_COLUMN})
+        raise ValueError(
+            f"A row with columns {sorted(given)}{f' and nothing in {empty}' if empty else ''} is no conversation: "
+            "expected messages, conversations, turns, instruction/output, prompt/completion, query/response or "
+            "question/answer. Rename the columns of the dataset, or leave such rows out."
+        )
+    texts = [given[name] for name in _SYSTEM if name in given]
+    has_system = bool(messages) and messages[0]["role"] in ("system", "developer")
+    if has_system:
+        texts.append(messages[0].get("content"))
+    if not all(isinstance(text, str) for text in texts) or len({str(text).strip() for text in texts}) > 1:
+        raise ValueError(
+            f"The row has {' and '.join(repr(str(text)[:60]) for text in texts)} as its system message, expected one "
+            f"text: {', '.join(f'`{name}`' for name in _SYSTEM)} or the first message."
+        )
+    return messages if has_system or not texts else [{"role": "system", "content": texts[0]}, *messages]
 
 
 def _refuse_unread(given: Mapping[str, Json], unread: tuple[str, ...], owner: str = "a row") -> None:
@@ -92,20 +92,6 @@ def _refuse_unread(given: Mapping[str, Json], unread: tuple[str, ...], owner: st
 def _is_switch(value: Json) -> bool:
     """Return whether a reasoning column only says that there is reasoning, and is not the reasoning."""
     return isinstance(value, bool) or value in ("on", "off")
-
-
-def _with_system(given: Mapping[str, Json], messages: list[Message]) -> list[Message]:
-    texts = [given[name] for name in _SYSTEM if name in given]
-    if messages and messages[0]["role"] in ("system", "developer"):
-        texts.append(messages[0].get("content"))
-    if not all(isinstance(text, str) for text in texts) or len({str(text).strip() for text in texts}) > 1:
-        raise ValueError(
-            f"The row has {' and '.join(repr(str(text)[:60]) for text in texts)} as its system message, expected one "
-            f"text: {', '.join(f'`{name}`' for name in _SYSTEM)} or the first message."
-        )
-    if not texts or (messages and messages[0]["role"] in ("system", "developer")):
-        return messages
-    return [{"role": "system", "content": texts[0]}, *messages]
 
 
 def _exchange(
@@ -170,6 +156,9 @@ def _as_messages(given: Json, role: str | None = None) -> list[Message]:
 def _normalized(given: Message) -> Message:
     """Return a message with role, text, reasoning and calls under the names that templates know."""
     message = _without_nones(given)
+    for sharegpt, name in (("from", "role"), ("value", "content")):
+        if sharegpt in message and name not in message:
+            message[name] = message.pop(sharegpt)
     speaker = message.get("role")
     if not isinstance(speaker, str) or speaker not in _ROLES:  # templates render unknown roles in any way
         near = get_close_matches(str(speaker), _ROLES, n=1)
@@ -199,9 +188,17 @@ def _normalized(given: Message) -> Message:
         message["tool_calls"] = _parsed_calls(message["tool_calls"])
     if not {"content", "tool_calls", "reasoning_content"} & set(message):
         raise ValueError(f"A message by {message['role']!r} says None, expected text. Leave such rows out.")
-    if not _is_trained(message) and message["role"] == "assistant":
+    flags = [(name, message.pop(name)) for name in _TRAINING_FLAGS if name in message]
+    for name, flag in flags:
+        if flag not in (0, 1):
+            raise ValueError(f"`{name}` of a message is {flag!r}, expected 0 or 1: an answer is trained on or not.")
+    if message["role"] == "assistant" and not all(flag for _, flag in flags):
         message["train"] = False
     return message
+
+
+def is_trained(answer: Message) -> bool:
+    return answer.get("train") is not False
 
 
 def _text(content: Json, speaker: str) -> str:
@@ -215,15 +212,7 @@ def _text(content: Json, speaker: str) -> str:
     raise ValueError(f"A message by {speaker!r} says {repr(content)[:100]}, expected text. Leave such rows out.")
 
 
-def _is_trained(message: Message) -> bool:
-    flags = [(name, message.pop(name)) for name in _TRAINING_FLAGS if name in message]
-    for name, flag in flags:
-        if flag not in (0, 1):
-            raise ValueError(f"`{name}` of a message is {flag!r}, expected 0 or 1: an answer is trained on or not.")
-    return all(flag for _, flag in flags)
-
-
-def _parsed_calls(given: Json) -> list[Any]:
+def _parsed_calls(given: Json) -> list[Json]:
     """Return a list of calls, from one, several, or their JSON text."""
     try:
         calls = json.loads(given) if isinstance(given, str) else given
@@ -251,11 +240,3 @@ def _checked_list(given: Json, kind: type = object) -> list[Any]:
     if isinstance(given, list) and all(isinstance(part, kind) for part in given):
         return given
     raise ValueError(f"A conversation is {str(given)[:100]!r}, expected a list of messages.")
-
-
-def _from_sharegpt(turn: Json) -> Message:
-    if not isinstance(turn, Mapping):
-        raise ValueError(f"A turn of a conversation is {turn!r}, expected `from` and `value`.")
-    message = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
-    named = (("role", turn.get("from")), ("content", turn.get("value")))
-    return message | {name: value for name, value in named if value is not None}

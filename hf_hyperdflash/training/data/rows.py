@@ -7,10 +7,9 @@ import logging
 import os
 import re
 from bisect import bisect_left, insort
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import islice
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .blocks import anchor_candidates
-from .encoding import chat_template_of, encode_chat
-from .file_positions import POSITION_COLUMN, check_encoding, locating_errors, read_rows
-from .messages import read_tools, says_nothing, to_messages
+from .encoding import encode_chat
+from .file_positions import POSITION_COLUMN, locating_errors, read_rows
+from .messages import is_trained, read_tools, says_nothing, to_messages
+from .templates import ChatTemplate
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -82,71 +82,85 @@ _FIRST_ROWS = 1000  # of a stream: one of them has to be trainable
 
 
 def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dataset | IterableDataset:
-    """Load a dataset: a `.json`, `.jsonl` or `.parquet` file, a directory of such files or one that `save_to_disk`
-    wrote, or a Hub name, optionally with a configuration after a colon (`"openai/gsm8k:main"`). Single files have one
-    split. A stream reads rows as they are used. Raise a `ValueError` if there is no such file, split or dataset, a
-    file is damaged or empty, or the Hub is not reached."""
+    """Load a dataset, with the position of each row in a column: a `.json`, `.jsonl` or `.parquet` file, a directory
+    of such files or one that `save_to_disk` wrote, or a Hub name, optionally with a configuration after a colon
+    (`"openai/gsm8k:main"`). Single files have one split. A stream reads rows as they are used. Raise a `ValueError`
+    if there is no such file, split or dataset, a file is damaged or empty, or the Hub is not reached."""
     # An extra: only training needs it.
-    from datasets import DatasetDict, IterableDataset, load_dataset, load_dataset_builder, load_from_disk
+    from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder, load_from_disk
+    from datasets.exceptions import DatasetsError
 
-    suffix = os.path.splitext(source)[1].lower()
-    if os.path.exists(source):
-        is_json = suffix in (".json", ".jsonl") and not os.path.isdir(source)
-        with _explaining_read_errors(source, is_json, streaming):
-            if not os.path.isdir(source):
-                if is_json and streaming:
-                    return IterableDataset.from_generator(read_rows, gen_kwargs={"path": source})
-                reader = "parquet" if suffix == ".parquet" else "json"
-                rows = load_dataset(reader, data_files=source, split="train", streaming=streaming)
-                features = rows.features if is_json else {}
-                mixed = [name for name, feature in features.items() if "Json(" in repr(feature)]
-                if mixed and len(read := list(read_rows(source))) == len(rows):
-                    for name in mixed:  # columns of several types, with the values of the file
-                        rows = _json_column(rows, name, [row.get(name) for row in read])
-                return rows
-            if any(os.path.exists(os.path.join(source, name)) for name in ("state.json", "dataset_dict.json")):
-                saved = load_from_disk(source)
-                if isinstance(saved, DatasetDict):
-                    if split not in saved:
-                        raise ValueError(
-                            f"The dataset at {source!r} has no split {split!r}: expected one of {sorted(saved)}."
-                        )
-                    saved = saved[split]
-                return saved.to_iterable_dataset() if streaming else saved
-            files = (load_dataset_builder(source).config.data_files or {}).get(split, [])
-            if files and all(file.endswith((".json", ".jsonl")) for file in files):
-                return joined([load_rows(file, streaming=streaming) for file in files])
-            return load_dataset(source, split=split, streaming=streaming)
-    if suffix in (".json", ".jsonl", ".parquet"):
+    suffix, is_there = os.path.splitext(source)[1].lower(), os.path.exists(source)
+    if suffix in (".json", ".jsonl", ".parquet") and not is_there:
         raise ValueError(f"No dataset file at {source!r}: expected an existing file or a Hub name like 'org/name'.")
-    name, _, config = source.partition(":")
+    name, _, config = (source, "", "") if is_there else source.partition(":")
     try:
-        return load_dataset(name, config or None, split=split, streaming=streaming)
+        if os.path.isfile(source) and suffix != ".parquet":
+            return _json_rows(source, streaming)
+        if os.path.isfile(source):
+            rows = load_dataset("parquet", data_files=source, split="train", streaming=streaming)
+        elif any(os.path.exists(os.path.join(source, name)) for name in ("state.json", "dataset_dict.json")):
+            rows = load_from_disk(source)
+            if isinstance(rows, DatasetDict):
+                if split not in rows:
+                    raise ValueError(
+                        f"The dataset at {source!r} has no split {split!r}: expected one of {sorted(rows)}."
+                    )
+                rows = rows[split]
+            rows = rows.to_iterable_dataset() if streaming else rows
+        else:
+            files = load_dataset_builder(source).config.data_files if is_there else None
+            if (files := (files or {}).get(split)) and all(file.endswith((".json", ".jsonl")) for file in files):
+                return joined([load_rows(file, streaming=streaming) for file in files])
+            rows = load_dataset(name, config or None, split=split, streaming=streaming)
     except (ConnectionError, FileNotFoundError) as error:
+        if is_there:
+            raise ValueError(
+                f"{source} has no dataset: expected .json, .jsonl or .parquet files, or what `save_to_disk` wrote."
+            ) from error
         raise ValueError(
             f"Dataset {source!r} is no local file or directory and could not be loaded from the Hub ({error}). Check "
             "the name, `HF_HUB_OFFLINE` and the network, or give the path of a .json, .jsonl or .parquet file."
         ) from error
+    except (DatasetsError, StopIteration) as error:
+        raise ValueError(
+            f"{source} cannot be read as rows ({error.__cause__ or error}). Where a column has values of several "
+            "types, `pip install -U datasets`, or make them alike."
+        ) from error
+    if POSITION_COLUMN in (rows.column_names or ()):  # saved with them
+        return rows
+    if isinstance(rows, Dataset):
+        return rows.add_column(POSITION_COLUMN, [f"{source}, row {number}" for number in range(len(rows))])
+    return rows.map(lambda row, number: {POSITION_COLUMN: f"{source}, row {number}"}, with_indices=True)
 
 
-def joined(parts: list[Any]) -> Any:
+def _json_rows(path: str, streaming: bool) -> Dataset | IterableDataset:
+    from datasets import IterableDataset, load_dataset
+
+    positions = [row[POSITION_COLUMN] for row in read_rows(path)]  # all are read once, so that no damage is told late
+    if streaming:
+        return IterableDataset.from_generator(read_rows, gen_kwargs={"path": path})
+    rows = load_dataset("json", data_files=path, split="train")
+    if mixed := [name for name, feature in rows.features.items() if "Json(" in repr(feature)]:
+        read = list(read_rows(path))
+        for name in mixed:  # columns of several types, with the values of the file
+            rows = _json_column(rows, name, [row.get(name) for row in read])
+    return rows.add_column(POSITION_COLUMN, positions)
+
+
+def joined(parts: list[Dataset | IterableDataset]) -> Dataset | IterableDataset:
     """Return datasets as one, each row with its own columns and types."""
     from datasets import Dataset, IterableDataset, concatenate_datasets
 
     if len(parts) == 1:
         return parts[0]
     if not isinstance(parts[0], Dataset):  # whose concatenation gives all rows the columns of the first
-        return IterableDataset.from_generator(_rows_of, gen_kwargs={"parts": parts})
+        return IterableDataset.from_generator(lambda parts: chain(*parts), gen_kwargs={"parts": parts})
     for name in dict.fromkeys(name for part in parts for name in part.column_names):
         types = {repr(part.features[name]) for part in parts if name in part.column_names}
         if len(types) > 1:
             parts = [_json_column(part, name, part[name]) if name in part.column_names else part for part in parts]
     return concatenate_datasets(parts)
-
-
-def _rows_of(parts: list[Iterable[object]]) -> Iterator[object]:
-    for part in parts:
-        yield from part
 
 
 def _json_column(rows: Dataset, name: str, values: Iterable[object]) -> Dataset:
@@ -160,63 +174,6 @@ def _json_column(rows: Dataset, name: str, values: Iterable[object]) -> Dataset:
     texts = [None if value is None else json.dumps(value) for value in values]
     unused = f"{name} of several types"
     return rows.add_column(unused, texts, feature=Json()).remove_columns(name).rename_column(unused, name)
-
-
-@contextmanager
-def _explaining_read_errors(path: str, is_json: bool, streaming: bool) -> Iterator[None]:
-    """Explain errors of `datasets`, with the line of a JSON file. The first lines of a stream are checked at once."""
-    from datasets.exceptions import DatasetsError
-
-    if is_json and streaming:
-        deque(islice(read_rows(path), _FIRST_ROWS), maxlen=0)
-    if is_json:
-        check_encoding(path)
-    reader = logging.getLogger("datasets.packaged_modules")
-    level = reader.level
-    reader.setLevel(logging.CRITICAL)  # its message says what is wrong, but not where
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{path} has no dataset: expected .json, .jsonl or .parquet files, or what `save_to_disk` wrote."
-        ) from error
-    except (DatasetsError, StopIteration, ValueError) as error:
-        if is_json:
-            deque(read_rows(path), maxlen=0)  # raises with the line
-        if isinstance(error, ValueError):
-            raise
-        raise ValueError(
-            f"{path} cannot be read as rows ({error.__cause__ or error}). Where a column has values of several types, "
-            "`pip install -U datasets`, or make them alike."
-        ) from error
-    finally:
-        reader.setLevel(level)
-
-
-def truncate(input_ids: list[int], loss_mask: list[int], max_length: int) -> tuple[list[int], list[int]]:
-    """Cut a document to at most `max_length` neighbouring tokens, so that supervised ones stay.
-
-    The beginning is kept if the first supervised token lies in its first half. Otherwise the document is cut on the
-    left until half of `max_length`, or more if little text follows, precedes the first supervised token."""
-    first = loss_mask.index(1) if 1 in loss_mask else 0
-    start = max(0, min(first - max_length // 2, len(input_ids) - max_length))
-    return input_ids[start : start + max_length], loss_mask[start : start + max_length]
-
-
-def pack(lengths: list[int], max_length: int) -> list[list[int]]:
-    """Distribute whole documents over rows of at most `max_length` tokens: best fit, longest documents first. Return
-    of each row the indices of its documents, ascending; rows in the order of their first document."""
-    rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # tokens left and row, fullest rows first
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(free, (lengths[i], -1))
-        if at == len(free):
-            rows.append([])
-            free.append((max_length, len(rows) - 1))
-        left, row = free.pop(at)
-        rows[row].append(i)
-        insort(free, (left - lengths[i], row))
-    return sorted(sorted(row) for row in rows)
 
 
 def count_tokens(rows: Iterable[Mapping[str, object]], vocab_size: int) -> torch.Tensor:
@@ -270,7 +227,7 @@ def prepare_dataset(
     else:
         columns = dataset.column_names or list(next(iter(dataset), {}))
     if tokenizer is not None and "input_ids" not in columns:
-        chat_template_of(tokenizer)  # says that there is none, which is no row's fault
+        ChatTemplate(tokenizer)  # says that there is none, which is no row's fault
     features = Features({name: Sequence(Value("int32")) for name in _COLUMNS})
     with_notes = Features({**features, _NOTES: Sequence(Value("string")), _POSITION: Value("string")})
     how: dict[str, Any] = dict(tokenizer=tokenizer, max_length=max_length, vocab_size=vocab_size, end_ids=end_ids)
@@ -281,16 +238,12 @@ def prepare_dataset(
         documents = dataset.with_format(None).map(
             _encode_row, with_indices=True, fn_kwargs=how, remove_columns=columns, features=with_notes
         )
-    report = _Report(max_length, positions)
+    report = _Report(max_length, positions, streaming)
     if streaming:
         first = _Report(max_length)
-        for row in documents.take(_FIRST_ROWS):
-            first.add(row[_NOTES], row[_POSITION])
-            if _is_usable(row[_NOTES]):
-                break
-        else:
+        if not any(first.add(row[_NOTES], row[_POSITION]) for row in documents.take(_FIRST_ROWS)):
             raise first.nothing_left(f"the first {_FIRST_ROWS:,} rows", columns)
-        rows = documents.filter(report.count_and_check, input_columns=[_NOTES, _POSITION])
+        rows = documents.filter(report.add, input_columns=[_NOTES, _POSITION])
     else:
         rows = documents.filter(_is_usable, input_columns=[_NOTES])
         for notes, position in zip(documents[_NOTES], documents[_POSITION]):
@@ -299,7 +252,8 @@ def prepare_dataset(
             raise report.nothing_left(f"{len(documents)} rows", columns)
         reasons = sorted(report.why, key=lambda reason: -report.count[reason])
         for name in dict.fromkeys([*reasons, *LOG_LINES]):
-            report.log(name)
+            if report.count[name]:
+                logger.warning(report.line(name))
     rows = rows.remove_columns([_NOTES, _POSITION])
     if not packing:
         return rows
@@ -313,7 +267,7 @@ def _encode_row(
     max_length: int,
     vocab_size: int | None,
     end_ids: Collection[int] | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     notes: list[str] = []
     with locating_errors(row, number):
         is_tokenized = row.get("input_ids") is not None and row.get("loss_mask") is not None
@@ -329,7 +283,7 @@ def _encode_row(
             try:
                 messages, tools, is_cut = to_messages(row), read_tools(row), bool(row.get("truncated"))
                 ids, mask = encode_chat(tokenizer, messages, is_cut, tools, end_ids, notes).values()
-                answers = [m for m in messages if m["role"] == "assistant" and m.get("train") is not False]
+                answers = [m for m in messages if m["role"] == "assistant" and is_trained(m)]
                 if answers and all(map(says_nothing, answers)) and sum(mask) < 2:
                     notes = ["empty"]
             except ValueError as error:  # a row that cannot be used gets a note and stops no run
@@ -343,7 +297,10 @@ def _encode_row(
                     f"A packed row of {len(ids)} tokens is longer than max_length={max_length}: raise max_length or "
                     "pack the documents again."
                 )
-            ids, mask = truncate(ids, mask, max_length)
+            # Half of the length precedes the first answer, or more where little text follows, so that answers stay.
+            first = mask.index(1) if 1 in mask else 0
+            start = max(0, min(first - max_length // 2, len(ids) - max_length))
+            ids, mask = ids[start : start + max_length], mask[start : start + max_length]
             positions = counted[:max_length]
     if _is_usable(notes):
         if _has_anchor(mask, positions):
@@ -358,12 +315,12 @@ def _encode_row(
     return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, _NOTES: notes, _POSITION: position}
 
 
-def _checked_tokens(row: Mapping[str, Any], vocab_size: int | None) -> tuple[list[int], list[int]]:
+def _checked_tokens(row: Mapping[str, Iterable[int]], vocab_size: int | None) -> tuple[list[int], list[int]]:
     given, mask = list(row["input_ids"]), [int(bool(supervised)) for supervised in row["loss_mask"]]
     if len(given) != len(mask):
         raise ValueError(f"A row has {len(given)} input_ids but a loss_mask of {len(mask)}: expected equal lengths.")
-    if None in given:
-        raise ValueError(f"`input_ids` has nothing at {given.index(None)}, expected a token id.")
+    if nothing := [place for place, token in enumerate(given) if token is None]:
+        raise ValueError(f"`input_ids` has nothing at {nothing[0]}, expected a token id.")
     ids = list(map(index, given))  # of a tensor, too
     for found in (min(ids, default=0), max(ids, default=0)):
         if found < 0 or (vocab_size is not None and found >= vocab_size):
@@ -382,10 +339,10 @@ def _is_usable(notes: list[str]) -> bool:
 
 
 class _Report:
-    """Counts the notes on rows that are skipped or cut, and logs them."""
+    """Counts the notes on rows that are skipped or cut. Those of a stream are logged whenever a count has doubled."""
 
-    def __init__(self, max_length: int, positions: int | None = None) -> None:
-        self.max_length = max_length
+    def __init__(self, max_length: int, positions: int | None = None, is_stream: bool = False) -> None:
+        self.max_length, self.is_stream = max_length, is_stream
         mend = "`max_length`: raise it to train on all of them"
         self.limit = "all the positions that the target has" if max_length == positions else mend
         self.seen = 0
@@ -394,33 +351,25 @@ class _Report:
         self.times: Counter[str] = Counter()
         self.first: dict[str, str] = {}
 
-    def add(self, notes: list[str], position: str) -> list[str]:
-        """Count a row, and return its notes as they are counted."""
+    def add(self, notes: list[str], position: str) -> bool:
+        """Count a row, and return whether it is usable."""
         self.seen += 1
+        counted = notes
         if notes[:1] == ["refused"]:  # messages that differ only in what they quote have one reason
             reason = f"refused {_QUOTED.sub('', notes[1])}"
             if reason not in self.why and len(self.why) >= _MOST_REASONS:
                 reason = "refused"
             self.why.setdefault(reason, notes[1])
-            notes = [reason]
-        self.times.update(notes)
-        for name in set(notes):
+            counted = [reason]
+        self.times.update(counted)
+        for name in dict.fromkeys(counted):
             self.count[name] += 1
             self.first.setdefault(name, position)
-        return notes
-
-    def count_and_check(self, notes: list[str], position: str) -> bool:
-        """Count a row of a stream, and return whether it is usable. A count is logged whenever it has doubled."""
-        for name in dict.fromkeys(self.add(notes, position)):
-            if self.count[name].bit_count() == 1:
-                self.log(name)
+            if self.is_stream and self.count[name].bit_count() == 1:
+                logger.warning(self.line(name))
         return _is_usable(notes)
 
-    def log(self, name: str) -> None:
-        if self.count[name]:
-            logger.warning(self._log_line(name))
-
-    def _log_line(self, name: str) -> str:
+    def line(self, name: str) -> str:
         return LOG_LINES["refused" if name in self.why else name].format(
             count=self.count[name], times=self.times[name], of=self.seen, first=self.first[name],
             why=self.why.get(name), max_length=self.max_length, limit=self.limit,
@@ -436,9 +385,22 @@ class _Report:
             )
         if most == "untrainable":
             most = max(_REASONS, key=lambda reason: self.times[reason])
-        return ValueError(f"Nothing to train on in {position}. {self._log_line(most)}")
+        return ValueError(f"Nothing to train on in {position}. {self.line(most)}")
 
 
 def _pack_rows(documents: dict[str, list[list[int]]], max_length: int) -> dict[str, list[list[int]]]:
-    rows = pack([len(ids) for ids in documents["input_ids"]], max_length)
-    return {name: [[value for i in row for value in documents[name][i]] for row in rows] for name in _COLUMNS}
+    """Distribute whole documents over rows of at most `max_length` tokens: best fit, longest documents first. In a
+    row they are in their order, and rows are in that of their first document."""
+    lengths = [len(ids) for ids in documents["input_ids"]]
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # tokens left and row, fullest rows first
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(free, (lengths[i], -1))
+        if at == len(free):
+            rows.append([])
+            free.append((max_length, len(rows) - 1))
+        left, row = free.pop(at)
+        rows[row].append(i)
+        insort(free, (left - lengths[i], row))
+    ordered = sorted(sorted(row) for row in rows)
+    return {name: [[value for i in row for value in documents[name][i]] for row in ordered] for name in _COLUMNS}

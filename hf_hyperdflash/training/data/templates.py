@@ -8,13 +8,15 @@ import re
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .messages import REASONING, Message
+from .messages import REASONING, Message, Tool
+
+Spans = list[tuple[int, int]]
 
 _WORD = "quokka"  # said in a small conversation, and in no template
 _ARGUMENTS = {"quokka": "one"}
@@ -47,9 +49,52 @@ class TemplateReading(NamedTuple):
     after_call: str  # what it writes after a call when the tool answers
 
 
-def template_reading(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateReading:
-    """Return how one of a tokenizer's templates reads messages."""
-    return _reading(template, frozenset((name, str(token)) for name, token in tokenizer.special_tokens_map.items()))
+class ChatTemplate:
+    """A tokenizer's chat template, of several the one for `tools`, and how it reads messages. Raise a `ValueError` if
+    there is none."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: list[Tool] | None = None) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so prompts and answers cannot be "
+                "told apart: set `tokenizer.chat_template` to a Jinja template (`--chat-template FILE` of "
+                "`hf-hyperdflash train`)."
+            )
+        self.text, self.tools = tokenizer.get_chat_template(tools=tools), tools
+        self.special_tokens = tokenizer.special_tokens_map
+        self.reading = _reading(
+            self.text, frozenset((name, str(token)) for name, token in self.special_tokens.items())
+        )
+
+    def render(
+        self, messages: list[Message], thinking: bool, prompt: bool = False, blocks: Spans | None = None
+    ) -> str:
+        """Render a conversation, as `apply_chat_template` does. `blocks` gets the spans of the text between the
+        template's tags."""
+        conversation = _spelled(messages, self.text, self.reading)
+        try:
+            rendered = render_jinja_template(
+                conversations=[conversation],
+                tools=self.tools,  # type: ignore[arg-type]
+                chat_template=self.text,
+                return_assistant_tokens_mask=blocks is not None,
+                add_generation_prompt=prompt,
+                **{**self.special_tokens, "thinking": thinking, "enable_thinking": thinking},  # type: ignore[arg-type]
+            )
+        except Exception as error:  # a template raises anything
+            kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "  # its own `raise_exception`
+            why = " ".join(f"{kind}{error}".split())
+            raise ValueError(f"The chat template refuses the conversation ({why}).") from error
+        (text,), found = cast(tuple[list[str], list[Spans]], rendered)
+        try:
+            text.encode()  # JSON can have half a character, as `"\ud83d"`, which no tokenizer can read
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"A text has half a character, {text[error.start]!r}: correct it, or leave such rows out."
+            ) from error
+        if blocks is not None:
+            blocks += found[0]
+        return text
 
 
 @lru_cache(maxsize=32)
@@ -102,7 +147,7 @@ def _parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def spelled(messages: list[Message], template: str, reading: TemplateReading) -> list[Message]:
+def _spelled(messages: list[Message], template: str, reading: TemplateReading) -> list[Message]:
     """Return messages in the words that a template reads: content as text or parts, reasoning under each name that it
     has for it (with transformers 5.24, `thinking` is one), and the arguments of calls as a dictionary or as text.
     Raise a `ValueError` if it needs a dictionary, and a call's arguments are the text of none."""

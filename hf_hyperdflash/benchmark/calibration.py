@@ -26,7 +26,13 @@ from .reliability import Reliability, fit_temperatures, given_those_before, reli
 LEAST_ROUNDS = 100  # to fit on, and as many to measure on
 _LOGIT_EPS = 2**-24  # float32 has no closer probabilities below 1
 
-BeforeAfter = tuple[Reliability, Reliability]
+
+@dataclass(frozen=True)
+class BeforeAfter:
+    """Reliability without the fitted temperatures, and with them."""
+
+    before: Reliability
+    after: Reliability
 
 
 class Rounds(NamedTuple):
@@ -154,7 +160,7 @@ def _before_and_after(
     before, after = probability(logits, np.ones_like(temperatures)), probability(logits, temperatures)
     columns = [*range(logits.shape[1]), slice(None)]
     return [
-        (reliability(before[:, column], accepted[:, column]), reliability(after[:, column], accepted[:, column]))
+        BeforeAfter(*(reliability(each[:, column], accepted[:, column]) for each in (before, after)))
         for column in columns
     ]
 

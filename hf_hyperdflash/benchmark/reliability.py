@@ -6,7 +6,7 @@ before it were accepted. A draft that was not made, or whose outcome is not know
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +15,8 @@ _TEMPERATURES = 2.0 ** np.linspace(-3, 3, 97)
 _LEAST = 1e-12  # probability in a logarithm
 
 
-class Bin(NamedTuple):
+@dataclass(frozen=True)
+class Bin:
     """A bin of similar probabilities: their number, their mean, and the share of drafts that were accepted."""
 
     total: int
@@ -23,7 +24,8 @@ class Bin(NamedTuple):
     accepted: float
 
 
-class Reliability(NamedTuple):
+@dataclass(frozen=True)
+class Reliability:
     """Probabilities compared with outcomes."""
 
     total: int

@@ -12,17 +12,33 @@ import torch
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashDrafter, Observer, bind
 from hf_hyperdflash.benchmark import calibration
-from hf_hyperdflash.benchmark.calibration import Rounds, calibrate, fitted, record_rounds, save_temperatures
-from hf_hyperdflash.benchmark.reliability import fit_temperatures, given_those_before, reliability, through
+from hf_hyperdflash.benchmark.calibration import (
+    BeforeAfter,
+    Calibration,
+    Rounds,
+    calibrate,
+    fitted,
+    record_rounds,
+    save_temperatures,
+)
+from hf_hyperdflash.benchmark.reliability import (
+    Bin,
+    Reliability,
+    fit_temperatures,
+    given_those_before,
+    reliability,
+    through,
+)
 from hf_hyperdflash.benchmark.report import print_calibration, write_calibration
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.features.fingerprint import module_fingerprint
 
-from ..conftest import SLIDING, PerfectDrafter, prompt, tiny_config, tiny_drafter, tiny_target
+from ..conftest import MODELS, SLIDING, PerfectDrafter, prompt, tiny_config, tiny_drafter, tiny_target
 from ..helpers.confidence import simulated
 from ..helpers.deepseek_checkpoints import dspark_fields
 from ..helpers.results_files import tables
 
+COMMITTED = MODELS.parents[1] / "experiments" / "results" / "tiny-deepseek-v4" / "calibration"
 PROMPTS = [prompt(5 + i, seed=i) for i in range(6)]
 TEMPERATURES = [2.0, 1.5, 1.0, 0.75, 0.5, 4.0]
 
@@ -136,14 +152,16 @@ def test_what_is_measured_is_each_position_and_all_of_them():
     accepted[4, 1:], logits[7, 2] = np.nan, np.nan  # a text that ended, a round of two drafts
     found = fitted(to_fit, Rounds(logits, accepted))
     assert found.temperatures == pytest.approx(fit_temperatures(*to_fit), abs=1e-4) and found.rounds == (150, 150)
-    for number, temperatures in enumerate([np.ones(3), np.array(found.temperatures)]):
+    for when, temperatures in (("before", np.ones(3)), ("after", np.array(found.temperatures))):
         p, single = through(logits, temperatures), given_those_before(logits, temperatures)
         reached = [[i for i in range(150) if k == 0 or accepted[i, k - 1] == 1] for k in range(3)]
-        assert found.through[-1][number] == reliability(p, accepted)
-        assert found.given[-1][number].total == sum(map(len, reached)) - 1 - (7 in reached[2]) - (4 in reached[2])
+        assert getattr(found.through[-1], when) == reliability(p, accepted)
+        assert getattr(found.given[-1], when).total == sum(map(len, reached)) - 1 - (7 in reached[2]) - (
+            4 in reached[2]
+        )
         for k in range(3):
-            assert found.through[k][number] == reliability(p[:, k], accepted[:, k])
-            assert found.given[k][number] == reliability(single[reached[k], k], accepted[reached[k], k])
+            assert getattr(found.through[k], when) == reliability(p[:, k], accepted[:, k])
+            assert getattr(found.given[k], when) == reliability(single[reached[k], k], accepted[reached[k], k])
     assert len(found.through) == len(found.given) == 4
 
 
@@ -197,27 +215,25 @@ def test_fitted_temperatures_are_what_drafting_divides_by(folder):
     assert len(told) == len(logits)
 
 
-def test_the_report_shows_what_was_measured(tmp_path, capsys, monkeypatch):
+def test_a_committed_calibration_is_written_again_as_it_was(tmp_path, capsys, monkeypatch):
+    """Digit by digit; where every draft was accepted there is no rank."""
     monkeypatch.setenv("COLUMNS", "120")
-    found = fitted(*(Rounds(*simulated([2.0, 0.7, 1.0], 150, seed)) for seed in (0, 1)))
-    never = [found.through[0][0]._replace(auc=None)] * 2  # where every draft was accepted there is no rank
-    found = replace(found, through=[tuple(never), *found.through[1:]])
-    write_calibration(found, {"date": "2026-11-22", "drafter": "mine"}, tmp_path / "out")
-    text = (tmp_path / "out" / "calibration.md").read_text()
-    assert "- drafter: mine" in text and f"Fitted on {found.rounds[0]} rounds" in text
-    for table, positions in zip(tables(text), (found.through, found.given)):
-        assert [row[0] for row in table[1:]] == ["1", "2", "3", "all"]
-        for row, (before, after) in zip(table[1:], positions):
-            assert row[2:4] == [str(before.total), f"{100 * before.accepted:.1f} %"]
-            assert row[4:6] == [f"{100 * one.confidence:.1f} %" for one in (before, after)]
-            assert row[6:8] == [f"{100 * one.error:.1f} %" for one in (before, after)]
-            assert row[8:] == ["–" if one.auc is None else f"{one.auc:.3f}" for one in (before, after)]
-    facts = json.loads((tmp_path / "out" / "calibration.json").read_text())
-    assert facts["temperatures"] == found.temperatures and facts["settings"]["drafter"] == "mine"
-    assert facts["through"][1]["after"]["error"] == found.through[1][1].error
-    assert facts["given"][2]["before"]["bins"][0] == found.given[2][0].bins[0]._asdict()
-    assert (tmp_path / "out" / "reliability.png").stat().st_size > 5000
-    print_calibration(found)
-    shown = capsys.readouterr().out
-    (line,) = (line.split() for line in shown.splitlines() if line.startswith("  all"))
-    assert line[1] == str(found.through[-1][0].total) and line[-1] == f"{found.through[-1][1].auc:.3f}"
+    facts = json.loads((COMMITTED / "calibration.json").read_text())
+    for name in ("through", "given"):
+        facts[name] = [
+            BeforeAfter(*(Reliability(**{**of, "bins": [Bin(**one) for one in of["bins"]]}) for of in pair.values()))
+            for pair in facts[name]
+        ]
+    settings = facts.pop("settings")
+    found = Calibration(**facts)
+    write_calibration(found, settings, tmp_path / "out")
+    assert (tmp_path / "out" / "calibration.json").read_bytes() == (COMMITTED / "calibration.json").read_bytes()
+    texts = [tables((folder / "calibration.md").read_text()) for folder in (COMMITTED, tmp_path / "out")]
+    assert texts[0] == texts[1] and (tmp_path / "out" / "reliability.png").stat().st_size > 5000
+    never = replace(found.through[0].before, auc=None)
+    print_calibration(replace(found, through=[BeforeAfter(never, never), *found.through[1:]]))
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (first,), (last,) = ([line for line in shown if line[:1] == [name]] for name in ("1", "all"))
+    assert first[-2:] == ["–", "–"] and [word for word in last if word != "%"] == [
+        word for cell in texts[0][0][-1] for word in cell.split() if word != "%"
+    ]

@@ -3,9 +3,7 @@
 import copy
 import itertools
 import json
-import multiprocessing
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter
 from hf_hyperdflash.benchmark.results import TARGET_ONLY
 from hf_hyperdflash.benchmark.runner import BenchmarkSettings, hardware, run_benchmark
 from hf_hyperdflash.training.data.encoding import encode_prompts
+from hf_hyperdflash.training.features.locking import only_writer
 from hf_hyperdflash.training.trials import Local
 
 from ..conftest import MODELS
@@ -223,7 +222,6 @@ def nudge(patch, module):
     patch.setitem(module._parameters, "weight", torch.nn.Parameter(weight))
 
 
-OURS = "hf_hyperdflash.benchmark.runner."
 CHANGED = {
     "prompt": (with_prompt, "prompts_digest"),
     "template": (with_template, "prompts_digest"),
@@ -232,12 +230,6 @@ CHANGED = {
     "configuration": (
         lambda patch, run: patch.setattr(run[0].config, "rms_norm_eps", 2e-6), "weights_digest of Target only"
     ),
-    "version": (lambda patch, run: patch.setattr(OURS + "__version__", "0.0.7"), "versions of hf_hyperdflash"),
-    "commit": (lambda patch, run: patch.setattr(OURS + "commit", lambda: "abc1234"), "commit"),
-    "data": (
-        lambda patch, run: patch.setattr(run[3], "data", shutil.copytree(run[3].data, run[3].data + "-moved")), "data"
-    ),
-    "tokens": (lambda patch, run: patch.setattr(run[3], "max_new_tokens", 5), "max_new_tokens"),
     "methods": (
         lambda patch, run: run.__setitem__(2, [drafting("Yours", run[0], run[2][0].drafter)]), "Mine (2), Target"
     ),
@@ -256,18 +248,19 @@ def test_another_run_is_not_continued(done, tmp_path, monkeypatch, change, fact)
     assert path.read_bytes() == finished.read_bytes()
 
 
-def test_every_header_counts_and_every_line_is_looked_at(done, tmp_path):
+def test_every_fact_of_every_header_counts_and_every_line_is_looked_at(done, tmp_path):
     run, finished = done
     first, *records = finished.read_text().splitlines()
     path, header = tmp_path / "r.jsonl", json.loads(first)["run"]
-    without = {name: value for name, value in header.items() if name != "weights_digest"}
-    for later, words in (
-        (json.dumps({"run": {**header, "seed": 5}}), ("`seed` 5", "0")),
-        (json.dumps({"run": {**header, "new": 1}}), ("`new` 1", "no value")),
-        (json.dumps({"run": without}), ("`weights_digest of ", "no value")),
-        ("nonsense", ("JSON",)),  # a line that is no generation
-    ):  # fmt: skip
-        path.write_text("\n".join([first, *records, later, ""]))
+    facts = {"commit", "hardware", "threads", "dtype", "target", "data", "limit", "max_new_tokens", "seed", "modes"}
+    changes = [({**header, fact: "other"}, (f"`{fact}` other", "this one has")) for fact in facts]
+    changes.append(({**header, "versions": {**header["versions"], "torch": "1"}}, ("`versions of torch` 1",)))
+    changes.append(({**header, "new": 1}, ("`new` 1", "no value")))
+    changes.append(({k: v for k, v in header.items() if k != "weights_digest"}, ("`weights_digest of ", "no value")))
+    assert facts <= header.keys()
+    later = [(json.dumps({"run": changed}), words) for changed, words in changes]
+    for line, words in [*later, ("nonsense", ("JSON",))]:  # the last is no generation
+        path.write_text("\n".join([first, *records, line, ""]))
         with pytest.raises(ValueError) as refused:
             run_benchmark(*run, path)
         assert all(word in str(refused.value) for word in ("r.jsonl, line 4", *words)), refused.value
@@ -276,35 +269,20 @@ def test_every_header_counts_and_every_line_is_looked_at(done, tmp_path):
 def test_a_finished_run_generates_nothing_more_and_dates_do_not_matter(done, tmp_path, monkeypatch):
     run, finished = done
     monkeypatch.setattr(run[0], "generate", None)
-    monkeypatch.setattr(OURS + "started", lambda: {"date": "2030-01-01", "command": "another"})
+    monkeypatch.setattr(
+        "hf_hyperdflash.benchmark.runner.started", lambda: {"date": "2030-01-01", "command": "another"}
+    )
     runs, records = read(run_benchmark(*run, shutil.copy(finished, tmp_path)))
     assert [each["date"] == "2030-01-01" for each in runs] == [False, True] and len(records) == 2
 
 
-def benchmark_forever(run, path, began):
-    def generate(*args, **kwargs):
-        began.send(None)
-        signal.pause()
-
-    run[0].generate = generate
-    run_benchmark(*run, path)
-
-
-def test_a_second_process_is_told_of_the_first_and_a_dead_one_is_forgotten(done, tmp_path):
-    run, finished = done
+def test_only_one_writes_into_a_file(done, tmp_path):
     path = tmp_path / "out" / "r.jsonl"
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    first = multiprocessing.get_context("fork").Process(target=benchmark_forever, args=(run, path, sender))
-    first.start()
-    receiver.recv()
-    try:
-        with pytest.raises(ValueError, match=r"r\.jsonl .* another process"):
-            run_benchmark(*run, path)
-    finally:
-        first.kill()
-        first.join()
-    runs, records = read(run_benchmark(*run, path))
-    assert len(runs) == 2 and list(map(without_times, records)) == list(map(without_times, read(finished)[1]))
+    path.parent.mkdir()
+    with only_writer(path), pytest.raises(ValueError, match=r"r\.jsonl .* another process"):
+        run_benchmark(*done[0], path)
+    runs, records = read(run_benchmark(*done[0], path))  # a lock that nobody holds any more is none
+    assert len(runs) == 1 and list(map(without_times, records)) == list(map(without_times, read(done[1])[1]))
 
 
 def test_a_record_is_written_as_soon_as_it_can_be_compared(pair, benchmark, tmp_path, monkeypatch):

@@ -19,10 +19,9 @@ from ..drafters.weights import weight_files
 from ..hub.cards import Measured
 from ..hub.loading import load_drafter
 from ..training.features.fingerprint import module_fingerprint
-from .calibration import BeforeAfter, Calibration
+from .calibration import BINS, BeforeAfter, Calibration
 from .figures import acceptance_figure, reliability_figure, speedup_figure
 from .intervals import Interval
-from .reliability import BINS
 from .results import MODES, Results, Row, averages, grouped, leads, load, mode_title, pool, suites_in_order, summarize
 from .suites import SUITES, suite_title
 

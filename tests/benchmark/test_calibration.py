@@ -12,23 +12,7 @@ import torch
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashDrafter, Observer, bind
 from hf_hyperdflash.benchmark import calibration
-from hf_hyperdflash.benchmark.calibration import (
-    BeforeAfter,
-    Calibration,
-    Rounds,
-    calibrate,
-    fitted,
-    record_rounds,
-    save_temperatures,
-)
-from hf_hyperdflash.benchmark.reliability import (
-    Bin,
-    Reliability,
-    fit_temperatures,
-    given_those_before,
-    reliability,
-    through,
-)
+from hf_hyperdflash.benchmark.calibration import Rounds, calibrate, fitted, given_those_before, record_rounds
 from hf_hyperdflash.benchmark.report import print_calibration, write_calibration
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.features.fingerprint import module_fingerprint
@@ -151,17 +135,22 @@ def test_what_is_measured_is_each_position_and_all_of_them():
     to_fit, (logits, accepted) = (Rounds(*simulated([2.0, 0.7, 1.0], 150, seed)) for seed in (0, 1))
     accepted[4, 1:], logits[7, 2] = np.nan, np.nan  # a text that ended, a round of two drafts
     found = fitted(to_fit, Rounds(logits, accepted))
-    assert found.temperatures == pytest.approx(fit_temperatures(*to_fit), abs=1e-4) and found.rounds == (150, 150)
+    assert found.temperatures == pytest.approx(calibration.fit_temperatures(*to_fit), abs=1e-4) and found.rounds == (
+        150,
+        150,
+    )
     for when, temperatures in (("before", np.ones(3)), ("after", np.array(found.temperatures))):
-        p, single = through(logits, temperatures), given_those_before(logits, temperatures)
+        p, single = calibration.through(logits, temperatures), given_those_before(logits, temperatures)
         reached = [[i for i in range(150) if k == 0 or accepted[i, k - 1] == 1] for k in range(3)]
-        assert getattr(found.through[-1], when) == reliability(p, accepted)
+        assert getattr(found.through[-1], when) == calibration.reliability(p, accepted)
         assert getattr(found.given[-1], when).total == sum(map(len, reached)) - 1 - (7 in reached[2]) - (
             4 in reached[2]
         )
         for k in range(3):
-            assert getattr(found.through[k], when) == reliability(p[:, k], accepted[:, k])
-            assert getattr(found.given[k], when) == reliability(single[reached[k], k], accepted[reached[k], k])
+            assert getattr(found.through[k], when) == calibration.reliability(p[:, k], accepted[:, k])
+            assert getattr(found.given[k], when) == calibration.reliability(
+                single[reached[k], k], accepted[reached[k], k]
+            )
     assert len(found.through) == len(found.given) == 4
 
 
@@ -178,7 +167,7 @@ def test_only_the_temperatures_are_written(folder):
     (folder / "config.json").write_text(text)
     (folder / "config.json").chmod(0o640)
     for _ in range(2):  # written again over earlier ones
-        save_temperatures(folder, TEMPERATURES)
+        calibration.save_temperatures(folder, TEMPERATURES)
         written = (folder / "config.json").read_text()
         assert json.loads(written) == before | {"confidence_temperatures": TEMPERATURES}
         assert re.sub(r'  "confidence_temperatures": \[[^]]*\],\n', "", written) == text
@@ -193,7 +182,7 @@ def test_a_configuration_is_written_whole_or_not_at_all(folder, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
-        save_temperatures(folder, [1.0] * 6)
+        calibration.save_temperatures(folder, [1.0] * 6)
     assert (folder / "config.json").read_bytes() == before and sorted(folder.iterdir()) == files
 
 
@@ -202,7 +191,7 @@ def test_fitted_temperatures_are_what_drafting_divides_by(folder):
     target = bind(tiny_target())
     drafter = HyperDFlashDrafter.from_pretrained(folder, dtype=torch.float32).eval()
     logits, _ = record_rounds(target, drafter, PROMPTS[:1], 12, 0.0)
-    save_temperatures(folder, TEMPERATURES)
+    calibration.save_temperatures(folder, TEMPERATURES)
     calibrated, heard = HyperDFlashDrafter.from_pretrained(folder, dtype=torch.float32).eval(), []
     assert module_fingerprint(calibrated) == module_fingerprint(drafter)
     calibrated.observer = Observer()
@@ -219,21 +208,21 @@ def test_a_committed_calibration_is_written_again_as_it_was(tmp_path, capsys, mo
     """Digit by digit; where every draft was accepted there is no rank."""
     monkeypatch.setenv("COLUMNS", "120")
     facts = json.loads((COMMITTED / "calibration.json").read_text())
-    for name in ("through", "given"):
-        facts[name] = [
-            BeforeAfter(*(Reliability(**{**of, "bins": [Bin(**one) for one in of["bins"]]}) for of in pair.values()))
-            for pair in facts[name]
-        ]
     settings = facts.pop("settings")
-    found = Calibration(**facts)
+    for name in ("through", "given"):
+        for pair in facts[name]:
+            for of in pair.values():
+                of["bins"] = [calibration.Bin(**one) for one in of["bins"]]
+        facts[name] = [
+            calibration.BeforeAfter(*(calibration.Reliability(**of) for of in pair.values())) for pair in facts[name]
+        ]
+    found = calibration.Calibration(**facts)
     write_calibration(found, settings, tmp_path / "out")
     assert (tmp_path / "out" / "calibration.json").read_bytes() == (COMMITTED / "calibration.json").read_bytes()
-    texts = [tables((folder / "calibration.md").read_text()) for folder in (COMMITTED, tmp_path / "out")]
-    assert texts[0] == texts[1] and (tmp_path / "out" / "reliability.png").stat().st_size > 5000
+    committed, again = (tables((folder / "calibration.md").read_text()) for folder in (COMMITTED, tmp_path / "out"))
+    assert again == committed and (tmp_path / "out" / "reliability.png").stat().st_size > 5000
     never = replace(found.through[0].before, auc=None)
-    print_calibration(replace(found, through=[BeforeAfter(never, never), *found.through[1:]]))
-    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    print_calibration(replace(found, through=[calibration.BeforeAfter(never, never), *found.through[1:]]))
+    shown = [line.replace(" %", "%").split() for line in capsys.readouterr().out.splitlines()]
     (first,), (last,) = ([line for line in shown if line[:1] == [name]] for name in ("1", "all"))
-    assert first[-2:] == ["–", "–"] and [word for word in last if word != "%"] == [
-        word for cell in texts[0][0][-1] for word in cell.split() if word != "%"
-    ]
+    assert first[-2:] == ["–", "–"] and last == [cell.replace(" ", "") for cell in committed[0][-1] if cell]

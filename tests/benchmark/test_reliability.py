@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hf_hyperdflash.benchmark.reliability import BINS, fit_temperatures, given_those_before, reliability, through
+from hf_hyperdflash.benchmark.calibration import BINS, fit_temperatures, given_those_before, reliability, through
 
 from ..helpers.confidence import simulated
 

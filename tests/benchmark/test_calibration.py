@@ -1,4 +1,5 @@
-"""Calibration on real generations of tiny models; what became of each draft is told from the texts alone."""
+"""Calibration on real generations of tiny models: what became of each draft is told by the texts alone, and error, AUC
+and temperatures by loops."""
 
 import json
 import math
@@ -9,10 +10,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashDrafter, Observer, bind
 from hf_hyperdflash.benchmark import calibration
-from hf_hyperdflash.benchmark.calibration import Rounds, calibrate, fitted, given_those_before, record_rounds
+from hf_hyperdflash.benchmark.calibration import (
+    BINS,
+    Rounds,
+    calibrate,
+    fit_temperatures,
+    fitted,
+    given_those_before,
+    record_rounds,
+    reliability,
+    through,
+)
 from hf_hyperdflash.benchmark.report import print_calibration, write_calibration
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.features.fingerprint import module_fingerprint
@@ -135,23 +148,100 @@ def test_what_is_measured_is_each_position_and_all_of_them():
     to_fit, (logits, accepted) = (Rounds(*simulated([2.0, 0.7, 1.0], 150, seed)) for seed in (0, 1))
     accepted[4, 1:], logits[7, 2] = np.nan, np.nan  # a text that ended, a round of two drafts
     found = fitted(to_fit, Rounds(logits, accepted))
-    assert found.temperatures == pytest.approx(calibration.fit_temperatures(*to_fit), abs=1e-4) and found.rounds == (
+    assert found.temperatures == pytest.approx(fit_temperatures(*to_fit), abs=1e-4) and found.rounds == (
         150,
         150,
     )
     for when, temperatures in (("before", np.ones(3)), ("after", np.array(found.temperatures))):
-        p, single = calibration.through(logits, temperatures), given_those_before(logits, temperatures)
+        p, single = through(logits, temperatures), given_those_before(logits, temperatures)
         reached = [[i for i in range(150) if k == 0 or accepted[i, k - 1] == 1] for k in range(3)]
-        assert getattr(found.through[-1], when) == calibration.reliability(p, accepted)
+        assert getattr(found.through[-1], when) == reliability(p, accepted)
         assert getattr(found.given[-1], when).total == sum(map(len, reached)) - 1 - (7 in reached[2]) - (
             4 in reached[2]
         )
         for k in range(3):
-            assert getattr(found.through[k], when) == calibration.reliability(p[:, k], accepted[:, k])
-            assert getattr(found.given[k], when) == calibration.reliability(
-                single[reached[k], k], accepted[reached[k], k]
-            )
+            assert getattr(found.through[k], when) == reliability(p[:, k], accepted[:, k])
+            assert getattr(found.given[k], when) == reliability(single[reached[k], k], accepted[reached[k], k])
     assert len(found.through) == len(found.given) == 4
+
+
+# Error, AUC and temperatures
+
+
+# With ties, and on the edges of bins.
+PROBABILITIES = st.one_of(st.sampled_from([0.0, 1 / 15, 0.2, 0.5, 2 / 3, 1.0]), st.floats(0, 1))
+PROBABILITIES |= st.just(math.nan)  # of a draft that was not made
+JUDGED = st.lists(st.tuples(PROBABILITIES, st.sampled_from([0.0, 1.0, math.nan])), max_size=40)
+
+
+def naive_error(judged):
+    """The definition: bin by bin, each weighted by its size."""
+    error = 0.0
+    for place in range(BINS):
+        inside = [(p, y) for p, y in judged if min(int(p * BINS), BINS - 1) == place]
+        if inside:
+            confidence, accepted = (sum(part) / len(inside) for part in zip(*inside))
+            error += len(inside) / len(judged) * abs(confidence - accepted)
+    return error
+
+
+def naive_auc(judged):
+    """The definition: all pairs of one that came true and one that did not."""
+    pairs = [(p, q) for p, y in judged for q, z in judged if y and not z]
+    return sum(1.0 if p > q else 0.5 if p == q else 0.0 for p, q in pairs) / len(pairs) if pairs else None
+
+
+@given(JUDGED)
+@example([(0.95, 1.0), (1.0, 0.0)])  # of one bin
+@example([(0.9, 1.0), (math.nan, 0.0), (0.6, math.nan)])  # what is not known does not count
+@example([])
+def test_error_and_auc_are_their_definitions(judged):
+    found = reliability(*np.array(judged).reshape(-1, 2).T)
+    judged = [(p, y) for p, y in judged if not math.isnan(p) and not math.isnan(y)]
+    p, y = np.array(judged).reshape(-1, 2).T
+    assert found.total == len(judged)
+    assert found.error == pytest.approx(naive_error(judged), abs=1e-12)
+    expected = naive_auc(judged)
+    assert (found.auc is None) == (expected is None)
+    assert expected is None or found.auc == pytest.approx(expected, abs=1e-12)
+    if judged:
+        assert (found.confidence, found.accepted) == pytest.approx((p.mean(), y.mean()))
+        assert sum(one.total for one in found.bins) == len(judged)
+        assert sum(one.total * one.confidence for one in found.bins) == pytest.approx(p.sum())
+        assert sum(one.total * one.accepted for one in found.bins) == pytest.approx(y.sum())
+
+
+@given(st.lists(st.lists(st.floats(-9, 9), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_through_is_the_product_of_those_before(rows):
+    logits, temperatures = np.array(rows), np.array([0.5, 1.0, 3.0])
+    given_before, all_of_them = given_those_before(logits, temperatures), through(logits, temperatures)
+    for row, of_row, product in zip(rows, given_before, all_of_them):
+        told = 1.0
+        for k, logit in enumerate(row):
+            assert of_row[k] == pytest.approx(1 / (1 + math.exp(-logit / temperatures[k])))
+            told *= of_row[k]
+            assert product[k] == pytest.approx(told)
+
+
+def test_temperatures_are_the_likeliest_of_their_grid():
+    """By a loop, position by position: the log loss of the product, and what the prior adds."""
+    logits, accepted = simulated([2.0, 0.5, 1.0, 2.0], rounds=60)
+    accepted[::3, 1:], logits[1::3, 2] = np.nan, np.nan  # texts that ended, rounds of two drafts
+    logits[:, 3] = np.nan  # no round of four: 1
+    fitted, told = fit_temperatures(logits, accepted), []
+    for k in range(3):
+        losses = {}
+        for temperature in (2.0 ** (i / 16) for i in range(-48, 49)):
+            losses[temperature] = math.log(temperature) ** 2 / 2
+            for i in range(60):
+                if not math.isnan(accepted[i, k]) and not math.isnan(logits[i, k]):
+                    p = math.prod(1 / (1 + math.exp(-logits[i, j] / t)) for j, t in enumerate([*told, temperature]))
+                    losses[temperature] -= math.log(max(p if accepted[i, k] else 1 - p, 1e-12))
+        told.append(min(losses, key=losses.get))
+    assert fitted == pytest.approx([*told, 1])
+
+
+# What is written
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from hf_hyperdflash import (
 )
 from hf_hyperdflash.benchmark.doctor import ablations, config_variants, diagnosis, fit
 from hf_hyperdflash.benchmark.doctor import examine as doctor
-from hf_hyperdflash.benchmark.doctor.config_variants import Comparison, Variant
+from hf_hyperdflash.benchmark.doctor.config_variants import Variant
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS, examine
 from hf_hyperdflash.benchmark.doctor.recommended import Timed
 from hf_hyperdflash.benchmark.doctor.round_costs import MeasuredCosts
@@ -318,7 +318,7 @@ def test_what_may_matter_is_a_remark_and_what_is_clearly_better_a_problem(
 ):
     other = Variant("`target_layer_ids` [6] instead of [-1]", tau, Interval(*ahead))
     worse = Variant("`rope_theta` 2 instead of 1", 1.0, Interval(-0.3, -0.4, -0.2))
-    monkeypatch.setattr(config_variants, "compare_variants", lambda *_, **__: Comparison(1400, 2.0, [worse, other]))
+    monkeypatch.setattr(config_variants, "compare_variants", lambda *_, **__: (1400, 2.0, [worse, other]))
     prompts = [torch.ones(1, 3, dtype=torch.long)] * 12
     tried, *findings = config_variants.try_variants(
         diagnosis.Examination(target, drafter, tokenizer, prompts=prompts, texts=prompts)

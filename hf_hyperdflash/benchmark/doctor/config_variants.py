@@ -48,14 +48,6 @@ class Variant(NamedTuple):
         return self.ahead.value >= _LEAST_NATS_AHEAD and self.tau >= _LEAST_TAU_RATIO * tau
 
 
-class Comparison(NamedTuple):
-    """The comparison of configurations over rounds after every token of texts that the target wrote."""
-
-    rounds: int
-    tau: float  # their mean number of tokens with the drafter's own configuration
-    others: list[Variant]
-
-
 def try_variants(examined: Examination) -> Iterator[Finding]:
     """Check whether the drafter was trained with another configuration than it has. Small differences are normal:
     neighbouring layers are nearly the same."""
@@ -105,8 +97,9 @@ def compare_variants(
     starts: Sequence[int],
     *,
     disable_tqdm: bool | None = True,
-) -> Comparison:
-    """Compare drafts with the drafter's configuration to drafts with each of [`variants`]."""
+) -> tuple[int, float, list[Variant]]:
+    """Compare drafts with the drafter's configuration to drafts with each of [`variants`]. Return the number of
+    rounds, which begin after every token of the texts, their mean number of tokens, and the comparisons."""
     # A round reads only accepted tokens, which are known for a text that the target wrote. So one forward of the
     # target over a text serves all rounds of all configurations, and all have the same rounds. They are compared by
     # the likelihood of the text, which training maximizes: accepted lengths would need several times as many rounds.
@@ -117,7 +110,7 @@ def compare_variants(
     taus = np.concatenate([emitted for emitted, _ in found], axis=1).mean(1).tolist()
     sums, rounds = np.stack([nats.sum(1) for _, nats in found]), np.array([nats.shape[1] for _, nats in found])
     compared = [Variant(*parts) for parts in zip(others, taus[1:], leads_over_first(sums, rounds))]
-    return Comparison(int(rounds.sum()), taus[0], compared)
+    return int(rounds.sum()), taus[0], compared
 
 
 def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:

@@ -22,6 +22,7 @@ from ..training.data.blocks import walk_rounds
 from ..training.trials import Local, Record, bound, run
 from .doctor.ablations import encode
 from .doctor.config_variants import cause_of, draft_every_round, variants
+from .doctor.diagnosis import Finding
 from .server import DraftCounters, Server, counts_of_answers, fetch, total
 
 _FEWEST = 3  # equal texts, of which acceptance is compared; with fewer, all are
@@ -29,8 +30,6 @@ _SAME_TAU, _SAME_RATE = 0.03, 0.05  # differences of tokens a round and of a pos
 _EARLY = 0.25  # of a text: where two that part so early, parted for more than rounding
 
 _SAME = "Nothing differs: the server accepts what is accepted here, position by position."
-
-Cause = tuple[str, str]  # what differs, in a word or two, and what that is and what to do
 
 
 @dataclass
@@ -117,7 +116,7 @@ def examine_server(
 def _other_tokens(
     found: ServedDiagnosis, server: Server, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str],
     ids: Sequence[torch.Tensor], answers: Sequence[Record], thinking: bool,
-) -> Cause | None:  # fmt: skip
+) -> Finding | None:  # fmt: skip
     """Name another tokenizer, template or thinking mode, by the server's tokens (`/tokenize`) or their number."""
     plain = tokenizer(prompts[0], add_special_tokens=False)["input_ids"]
     told = _tokens(server, prompt=prompts[0], add_special_tokens=False)
@@ -176,7 +175,7 @@ class _Drafts:
     def other_texts(
         self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[torch.Tensor], answers: Sequence[Record],
         counted: Sequence[DraftCounters | None],
-    ) -> Cause | None:  # fmt: skip
+    ) -> Finding | None:  # fmt: skip
         """Name what differs of the texts, or of the drafts that are accepted: write the same here, with as many drafts
         a round as the server verifies."""
         found, own, most = self.found, self.drafter.num_draft_tokens, self.drafter.max_draft_tokens
@@ -224,7 +223,7 @@ class _Drafts:
             )
         return other
 
-    def other_acceptance(self) -> Cause | None:
+    def other_acceptance(self) -> Finding | None:
         """Compare position by position; where they differ, look for the reading of the drafter that the server has."""
         found, own = self.found, cast(HyperDFlashDrafter, self.drafter)
         is_block = own.config.model_type == HyperDFlashConfig.model_type

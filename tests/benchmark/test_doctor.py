@@ -105,8 +105,9 @@ KINDS = {
 @pytest.mark.parametrize(("make", "words", "sizes"), KINDS.values(), ids=KINDS)
 def test_what_a_drafter_is_and_takes(target, make, words, sizes):
     drafter = make(target)
-    found = fit.check_memory(diagnosis.Examination(target, drafter, None))
-    said = {finding.name: finding.text for finding in found}
+    examined = diagnosis.Examination(target, drafter, None)
+    fit.check_memory(examined)
+    said = examined.found.facts
     assert all(word in said["drafter"] for word in words), said
     assert ("memory" in said) == bool(sizes)
     if sizes:
@@ -243,13 +244,14 @@ def test_a_quantized_target(target, drafter, tokenizer, monkeypatch):
     project = quantized.lm_head.forward
     monkeypatch.setattr(quantized.lm_head, "forward", lambda states: project(states) + 0.1 * states.shape[1])
     text = torch.arange(5, 40)[None]
-    _, found = fit.check_widths(diagnosis.Examination(quantized, drafter, tokenizer, texts=[text]))
-    assert found[:2] == ("problem", "quantization") and "(ours)" in found.text and "by up to 0.7" in found.text
-    (same,) = fit.check_widths(diagnosis.Examination(target, drafter, tokenizer, texts=[text]))
-    assert same.kind == "fact" and "of the 8 best tokens 0 change" in same.text
+    ((cause, said),) = fit.check_widths(diagnosis.Examination(quantized, drafter, tokenizer, texts=[text]))
+    assert cause == "quantization" and "(ours)" in said and "by up to 0.7" in said
+    same = diagnosis.Examination(target, drafter, tokenizer, texts=[text])
+    assert list(fit.check_widths(same)) == []
+    assert "of the 8 best tokens 0 change" in same.found.facts["forwards of other widths"]
     drafter.config.target_fingerprint = short_fingerprint(target_fingerprint(tiny_target()))
-    (other,) = fit.check_fingerprint(diagnosis.Examination(quantized, drafter, tokenizer))
-    assert other[:2] == ("problem", "quantization") and "(ours)" in other.text
+    ((cause, said),) = fit.check_fingerprint(diagnosis.Examination(quantized, drafter, tokenizer))
+    assert cause == "quantization" and "(ours)" in said
 
 
 # What training would bring back
@@ -294,8 +296,8 @@ def test_training_that_does_not_run_is_a_remark(monkeypatch, error, said):
     ids = [torch.ones(1, 3, dtype=torch.long)] * 8
     found = diagnosis.Diagnosis(problems={"other weights": "so."})
     examined = diagnosis.Examination(None, None, None, prompts=ids, texts=ids, found=found)
-    (finding,) = ablations.try_learning(examined)
-    assert finding.kind == "remark" and finding.text.endswith(f": {said}") and not found.changes
+    ((cause, text),) = ablations.try_learning(examined)
+    assert cause == diagnosis.REMARK and text.endswith(f": {said}") and not found.changes
 
 
 # Other configurations
@@ -320,21 +322,15 @@ def test_what_may_matter_is_a_remark_and_what_is_clearly_better_a_problem(
     worse = Variant("`rope_theta` 2 instead of 1", 1.0, Interval(-0.3, -0.4, -0.2))
     monkeypatch.setattr(config_variants, "compare_variants", lambda *_, **__: (1400, 2.0, [worse, other]))
     prompts = [torch.ones(1, 3, dtype=torch.long)] * 12
-    tried, *findings = config_variants.try_variants(
-        diagnosis.Examination(target, drafter, tokenizer, prompts=prompts, texts=prompts)
-    )
+    examined = diagnosis.Examination(target, drafter, tokenizer, prompts=prompts, texts=prompts)
+    found, tried = list(config_variants.try_variants(examined)), examined.found.facts["other configurations"]
     worse, better = 1 + (ahead[2] < 0), int(kind == "problem")
     counts = "2 tried in 1,400 rounds over 10 prompts", f"{worse} certainly worse", f"{better} clearly better"
-    assert all(count in tried.text for count in counts), tried
-    assert [finding.kind for finding in findings] == [kind] * bool(kind)
-    for finding in findings:
-        told = "{:+.2f} nats a draft, between {:+.2f} and {:+.2f}".format(*ahead)
-        assert (
-            told in finding.text
-            and other.name in finding.text
-            and "2.20 tokens a round instead of 2.00" in finding.text
-        )
-        assert finding.name == ("layers" if kind == "problem" else "")
+    assert all(count in tried for count in counts), tried
+    assert [cause for cause, _ in found] == {"problem": ["layers"], "remark": [diagnosis.REMARK], "": []}[kind]
+    told = "{:+.2f} nats a draft, between {:+.2f} and {:+.2f}".format(*ahead)
+    for _, text in found:
+        assert told in text and other.name in text and "2.20 tokens a round instead of 2.00" in text
 
 
 # Time

@@ -22,7 +22,7 @@ from ...training.features.capture import compute_residual
 from ...training.losses.loss import IGNORE_INDEX, indices_among
 from ...training.runs.progress import progress_bar
 from ..intervals import Interval, drawn_ratios, interval
-from .diagnosis import LEAST_PROMPTS, LEAST_TAU, Examination, Finding
+from .diagnosis import LEAST_PROMPTS, LEAST_TAU, REMARK, Examination, Finding
 
 _FALSE_ALARMS = 0.03
 # The least differences that are reported: nats a draft, and the ratio of tokens a round.
@@ -63,11 +63,10 @@ def try_variants(examined: Examination) -> Iterator[Finding]:
     ahead = [variant for variant in others if variant.matters(tau) and variant.tau >= LEAST_TAU]
     better = [variant for variant in ahead if variant.ahead.low > 0]
     worse = sum(variant.ahead.high < 0 for variant in others)
-    yield Finding(
-        "fact", "other configurations",
+    examined.found.facts["other configurations"] = (
         f"{len(others)} tried in {tried}, neighbouring layers, the other anchor convention, other bases of RoPE: "
-        f"{worse} certainly worse, {len(better)} clearly better, of the others none makes a clear difference",
-    )  # fmt: skip
+        f"{worse} certainly worse, {len(better)} clearly better, of the others none makes a clear difference"
+    )
     if not ahead:
         return
     best = max(better or ahead, key=lambda variant: variant.ahead.value)
@@ -77,16 +76,14 @@ def try_variants(examined: Examination) -> Iterator[Finding]:
         f"{tau:.2f} in {tried}"
     )
     if better:
-        yield Finding(
-            "problem", cause_of(best.name),
+        yield cause_of(best.name), (
             f"With {best.name} the drafter finds the target's text likelier ({described}): the configuration does not "
-            "say how the drafter was trained. Correct it in `config.json`.",
+            "say how the drafter was trained. Correct it in `config.json`."
         )  # fmt: skip
     else:
-        yield Finding(
-            "remark", "",
+        yield REMARK, (
             f"The drafter may have been trained with {best.name} ({described}): longer texts may tell, from a larger "
-            "`--max-new-tokens` (in Python `max_new_tokens`).",
+            "`--max-new-tokens` (in Python `max_new_tokens`)."
         )  # fmt: skip
 
 

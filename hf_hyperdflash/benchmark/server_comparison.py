@@ -104,16 +104,16 @@ def examine_server(
         answers.append(answer)
         counted.append(counts if counts.rounds else None)
     ids = encode(tokenizer, [[text] for text in prompts], thinking)
-    first = _other_tokens(found, server, tokenizer, prompts, ids, answers, thinking)
+    first = _compare_tokens(found, server, tokenizer, prompts, ids, answers, thinking)
     if first is None:
-        drafts = _Drafts(found, server, target, drafter, max_new_tokens, say)
+        comparison = _DraftComparison(found, server, target, drafter, max_new_tokens, say)
         with bound(target):
-            first = drafts.other_texts(tokenizer, ids, answers, counted)
+            first = comparison.compare_texts(tokenizer, ids, answers, counted)
     found.cause, found.meaning = first or ("", _SAME)
     return found
 
 
-def _other_tokens(
+def _compare_tokens(
     found: ServedDiagnosis, server: Server, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str],
     ids: Sequence[torch.Tensor], answers: Sequence[Record], thinking: bool,
 ) -> Finding | None:  # fmt: skip
@@ -160,7 +160,7 @@ def _tokens(server: Server, **asked: Any) -> list[int] | None:
 
 
 @dataclass
-class _Drafts:
+class _DraftComparison:
     """The texts and drafts of a server beside those of the pair here."""
 
     found: ServedDiagnosis
@@ -172,7 +172,7 @@ class _Drafts:
     verified: int = 0  # drafts a round, at the server
     texts: list[_Here] = field(default_factory=list)  # that the target writes here, of which acceptance is compared
 
-    def other_texts(
+    def compare_texts(
         self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[torch.Tensor], answers: Sequence[Record],
         counted: Sequence[DraftCounters | None],
     ) -> Finding | None:  # fmt: skip
@@ -214,7 +214,7 @@ class _Drafts:
                 "`--enable-metrics`)."
             )
         self.texts = [here[index] for index in compared]
-        other = self.other_acceptance()
+        other = self.compare_acceptance()
         if other is None and parted:
             return "dtype of the target", (
                 f"Texts part late, in {parted} of {len(ids)}, where two tokens almost tie: the server computes in "
@@ -223,7 +223,7 @@ class _Drafts:
             )
         return other
 
-    def other_acceptance(self) -> Finding | None:
+    def compare_acceptance(self) -> Finding | None:
         """Compare position by position; where they differ, look for the reading of the drafter that the server has."""
         found, own = self.found, cast(HyperDFlashDrafter, self.drafter)
         is_block = own.config.model_type == HyperDFlashConfig.model_type

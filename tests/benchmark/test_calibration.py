@@ -309,6 +309,8 @@ def test_a_committed_calibration_is_written_again_as_it_was(tmp_path, capsys, mo
     assert again == committed and (tmp_path / "out" / "reliability.png").stat().st_size > 5000
     never = replace(found.through[0].before, auc=None)
     print_calibration(replace(found, through=[calibration.BeforeAfter(never, never), *found.through[1:]]))
-    shown = [line.replace(" %", "%").split() for line in capsys.readouterr().out.splitlines()]
+    printed = capsys.readouterr().out
+    assert all(str(count) in printed for count in found.rounds)
+    shown = [line.replace(" %", "%").split() for line in printed.splitlines()]
     (first,), (last,) = ([line for line in shown if line[:1] == [name]] for name in ("1", "all"))
     assert first[-2:] == ["–", "–"] and last == [cell.replace(" ", "") for cell in committed[0][-1] if cell]

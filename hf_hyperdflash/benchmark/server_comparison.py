@@ -261,7 +261,8 @@ class _DraftComparison:
         for name, counted in zip(others, self.accepted(drafter, list(others.values()))):
             yield cause_of(name), name, counted
         for shift, name in ((-1, "earlier"), (1, "later")):
-            yield "positions", f"its block 1 position {name}", *self.accepted(drafter, [drafter.config], shift)
+            (counted,) = self.accepted(drafter, [drafter.config], shift)
+            yield "positions", f"its block 1 position {name}", counted
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             if dtype != drafter.dtype:
                 (counted,) = self.accepted(cast(Any, copy.deepcopy(drafter)).to(dtype), [drafter.config])

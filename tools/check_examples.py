@@ -4,7 +4,7 @@ and a wrong one ends in one line. `.ci/nightly` runs it.
     python tools/check_examples.py              # all, 12 minutes on one core
     python tools/check_examples.py draw_trees   # the commands that have this word
 
-Whether their figures are right is tested in `tests/test_experiments.py`.
+Whether their figures are right is checked by `tools/check_experiments.py`.
 """
 
 from __future__ import annotations

@@ -82,11 +82,11 @@ def reliability_figure(positions: Sequence[BeforeAfter]) -> Figure:
     names = [*(f"Up to draft {k}" for k in range(1, len(positions))), "All positions"]
     for index, (name, before_after) in enumerate(zip(names, positions)):
         axes = figure.add_subplot(rows, columns, index + 1)
-        errors = " to ".join(f"{100 * turned_out.error:.1f}" for turned_out in before_after)
-        axes.set_title(f"{name}\nerror {errors} %", fontsize=10)
+        before, after = before_after.before, before_after.after
+        axes.set_title(f"{name}\nerror {100 * before.error:.1f} to {100 * after.error:.1f} %", fontsize=10)
         axes.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal", xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
         axes.plot([0, 1], [0, 1], color="0.7", linewidth=0.8, linestyle="--", zorder=0)
-        for label, colour, turned_out in zip(("before", "after"), (_COLOURS[4], _COLOURS[0]), before_after):
+        for label, colour, turned_out in (("before", _COLOURS[4], before), ("after", _COLOURS[0], after)):
             x, y = [item.confidence for item in turned_out.bins], [item.accepted for item in turned_out.bins]
             areas = [2 + 150 * item.total / turned_out.total for item in turned_out.bins]
             axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from ..drafters.weights import weight_files
 from ..hub.cards import Measured
 from ..hub.loading import load_drafter
 from ..training.features.fingerprint import module_fingerprint
-from .calibration import BeforeAfter, Calibration
+from .calibration import BINS, BeforeAfter, Calibration
 from .figures import acceptance_figure, reliability_figure, speedup_figure
 from .intervals import Interval
-from .reliability import BINS
 from .results import MODES, Results, Row, averages, grouped, leads, load, mode_title, pool, suites_in_order, summarize
 from .suites import SUITES, suite_title
 
@@ -367,19 +367,7 @@ def write_calibration(calibration: Calibration, settings: dict[str, object], out
         _markdown(*_calibration_table(calibration, calibration.given)),
         "![Reliability](reliability.png)\n",
     ]
-    facts: dict[str, Any] = {
-        "settings": settings,
-        "temperatures": calibration.temperatures,
-        "rounds": calibration.rounds,
-    }
-    for name in ("through", "given"):
-        facts[name] = [
-            {
-                when: {**each._asdict(), "bins": [bin_._asdict() for bin_ in each.bins]}
-                for when, each in zip(("before", "after"), pair)
-            }
-            for pair in getattr(calibration, name)
-        ]
+    facts = {"settings": settings, **asdict(calibration)}
     output.mkdir(parents=True, exist_ok=True)
     (output / "calibration.md").write_text("\n\n".join(text), encoding="utf-8")
     (output / "calibration.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -394,9 +382,10 @@ def _calibration_table(
     names = [(str(k), f"{value:.2f}") for k, value in enumerate(calibration.temperatures, start=1)]
     body = []
     for name, pair in zip([*names, ("all", "")], positions):
-        figures = [_number(getattr(result, of), ".1f", " %", 100) for of in ("confidence", "error") for result in pair]
-        ranks = [_number(result.auc, ".3f") for result in pair]
-        body.append([*name, str(pair[0].total), _number(pair[0].accepted, ".1f", " %", 100), *figures, *ranks])
+        both = pair.before, pair.after
+        figures = [_number(getattr(each, of), ".1f", " %", 100) for of in ("confidence", "error") for each in both]
+        ranks = [_number(each.auc, ".3f") for each in both]
+        body.append([*name, str(both[0].total), _number(both[0].accepted, ".1f", " %", 100), *figures, *ranks])
     return header, body
 
 

@@ -146,28 +146,10 @@ class DraftCounters(NamedTuple):
         return [count / self.rounds for count in self.accepted] if self.rounds else []
 
 
-class RunCounts(NamedTuple):
-    """The counts of a run's drafts."""
-
-    rounds: float | None
-    tau: float | None
-    acceptance: list[float]
-    # What `tau` is the mean over: "run", or "latest interval", the last few rounds that the server reported, which are
-    # not all of the run's and may be older than it; `None` if nothing is known.
-    tau_of: str | None
-
-
-def counts_of_run(model: str, answers: Iterable[DraftCounters | None], before: str, after: str) -> RunCounts:
-    """Return the most exact counts of a run's drafts: those of its answers, or the difference of its counters, which
-    are on the pages `/metrics` before and after it (empty if there are none)."""
-    counted = total(answers) or vllm_counters(after, model).since(vllm_counters(before, model))
-    if counted.rounds or counted.accepted:
-        return RunCounts(counted.rounds, counted.tau, counted.acceptance, "run" if counted.rounds else None)
-    (rounds, written), (earlier, earlier_written) = sglang_rounds(after, model), sglang_rounds(before, model)
-    if rounds > earlier:
-        return RunCounts(rounds - earlier, (written - earlier_written) / (rounds - earlier), [], "run")
-    latest = sglang_interval(after, model)
-    return RunCounts(None, latest, [], None if latest is None else "latest interval")
+def counts_of_answers(model: str, answers: Iterable[DraftCounters | None], before: str, after: str) -> DraftCounters:
+    """Return the counts of some answers' drafts: those that came with them, or the difference of vLLM's counters on
+    the pages `/metrics` before and after them (empty if there are none)."""
+    return total(answers) or vllm_counters(after, model).since(vllm_counters(before, model))
 
 
 def vllm_counters(page: str, model: str) -> DraftCounters:
@@ -245,7 +227,20 @@ def measure(
         answers = [answer for conversation in pool.map(converse, prompts) for answer in conversation]
     seconds, after = time.perf_counter() - began, server.metrics()
     tokens = sum(answer.new_tokens for answer in answers)
-    counts = counts_of_run(server.model, [answer.counted for answer in answers], before, after)
+    counts = counts_of_answers(server.model, [answer.counted for answer in answers], before, after)
+    rounds: float | None = counts.rounds
+    tau, tau_of = counts.tau, "run" if rounds else None
+    if not rounds and not counts.accepted:
+        # SGLang, started without counts in answers: its counters of all positions together or, if it has none, the
+        # mean of the last few rounds that it reported, which are not all of the run's and may be older than it.
+        (all_rounds, written), (earlier, earlier_written) = (
+            sglang_rounds(page, server.model) for page in (after, before)
+        )
+        if all_rounds > earlier:
+            rounds, tau, tau_of = all_rounds - earlier, (written - earlier_written) / (all_rounds - earlier), "run"
+        else:
+            rounds, tau = None, sglang_interval(after, server.model)
+            tau_of = None if tau is None else "latest interval"
     return {
         "temperature": temperature,
         "concurrency": concurrency,
@@ -255,7 +250,10 @@ def measure(
         "tokens_per_second": tokens / seconds,
         "median_seconds": median(answer.seconds for answer in answers),
         "median_first_seconds": median(answer.first_seconds for answer in answers),
-        **counts._asdict(),
+        "rounds": rounds,
+        "tau": tau,
+        "acceptance": counts.acceptance,
+        "tau_of": tau_of,
     }
 
 

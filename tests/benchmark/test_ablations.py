@@ -146,7 +146,7 @@ def judged(**fields):
     """What the changes of an examination mean."""
     examined = Examination(None, None, None, found=Diagnosis(**fields))
     for finding in judge_changes(examined):
-        examined.found.add(finding)
+        examined.found.add(*finding)
     return examined.found
 
 

@@ -1,4 +1,5 @@
-"""Calibration on real generations of tiny models; what became of each draft is told from the texts alone."""
+"""Calibration on real generations of tiny models: what became of each draft is told by the texts alone, and error, AUC
+and temperatures by loops."""
 
 import json
 import math
@@ -9,20 +10,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashDrafter, Observer, bind
 from hf_hyperdflash.benchmark import calibration
-from hf_hyperdflash.benchmark.calibration import Rounds, calibrate, fitted, record_rounds, save_temperatures
-from hf_hyperdflash.benchmark.reliability import fit_temperatures, given_those_before, reliability, through
+from hf_hyperdflash.benchmark.calibration import (
+    BINS,
+    Rounds,
+    calibrate,
+    fit_temperatures,
+    fitted,
+    given_those_before,
+    record_rounds,
+    reliability,
+    through,
+)
 from hf_hyperdflash.benchmark.report import print_calibration, write_calibration
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.features.fingerprint import module_fingerprint
 
-from ..conftest import SLIDING, PerfectDrafter, prompt, tiny_config, tiny_drafter, tiny_target
+from ..conftest import MODELS, SLIDING, PerfectDrafter, prompt, tiny_config, tiny_drafter, tiny_target
 from ..helpers.confidence import simulated
 from ..helpers.deepseek_checkpoints import dspark_fields
 from ..helpers.results_files import tables
 
+COMMITTED = MODELS.parents[1] / "experiments" / "results" / "tiny-deepseek-v4" / "calibration"
 PROMPTS = [prompt(5 + i, seed=i) for i in range(6)]
 TEMPERATURES = [2.0, 1.5, 1.0, 0.75, 0.5, 4.0]
 
@@ -135,16 +148,100 @@ def test_what_is_measured_is_each_position_and_all_of_them():
     to_fit, (logits, accepted) = (Rounds(*simulated([2.0, 0.7, 1.0], 150, seed)) for seed in (0, 1))
     accepted[4, 1:], logits[7, 2] = np.nan, np.nan  # a text that ended, a round of two drafts
     found = fitted(to_fit, Rounds(logits, accepted))
-    assert found.temperatures == pytest.approx(fit_temperatures(*to_fit), abs=1e-4) and found.rounds == (150, 150)
-    for number, temperatures in enumerate([np.ones(3), np.array(found.temperatures)]):
+    assert found.temperatures == pytest.approx(fit_temperatures(*to_fit), abs=1e-4) and found.rounds == (
+        150,
+        150,
+    )
+    for when, temperatures in (("before", np.ones(3)), ("after", np.array(found.temperatures))):
         p, single = through(logits, temperatures), given_those_before(logits, temperatures)
         reached = [[i for i in range(150) if k == 0 or accepted[i, k - 1] == 1] for k in range(3)]
-        assert found.through[-1][number] == reliability(p, accepted)
-        assert found.given[-1][number].total == sum(map(len, reached)) - 1 - (7 in reached[2]) - (4 in reached[2])
+        assert getattr(found.through[-1], when) == reliability(p, accepted)
+        assert getattr(found.given[-1], when).total == sum(map(len, reached)) - 1 - (7 in reached[2]) - (
+            4 in reached[2]
+        )
         for k in range(3):
-            assert found.through[k][number] == reliability(p[:, k], accepted[:, k])
-            assert found.given[k][number] == reliability(single[reached[k], k], accepted[reached[k], k])
+            assert getattr(found.through[k], when) == reliability(p[:, k], accepted[:, k])
+            assert getattr(found.given[k], when) == reliability(single[reached[k], k], accepted[reached[k], k])
     assert len(found.through) == len(found.given) == 4
+
+
+# Error, AUC and temperatures
+
+
+# With ties, and on the edges of bins.
+PROBABILITIES = st.one_of(st.sampled_from([0.0, 1 / 15, 0.2, 0.5, 2 / 3, 1.0]), st.floats(0, 1))
+PROBABILITIES |= st.just(math.nan)  # of a draft that was not made
+JUDGED = st.lists(st.tuples(PROBABILITIES, st.sampled_from([0.0, 1.0, math.nan])), max_size=40)
+
+
+def naive_error(judged):
+    """The definition: bin by bin, each weighted by its size."""
+    error = 0.0
+    for place in range(BINS):
+        inside = [(p, y) for p, y in judged if min(int(p * BINS), BINS - 1) == place]
+        if inside:
+            confidence, accepted = (sum(part) / len(inside) for part in zip(*inside))
+            error += len(inside) / len(judged) * abs(confidence - accepted)
+    return error
+
+
+def naive_auc(judged):
+    """The definition: all pairs of one that came true and one that did not."""
+    pairs = [(p, q) for p, y in judged for q, z in judged if y and not z]
+    return sum(1.0 if p > q else 0.5 if p == q else 0.0 for p, q in pairs) / len(pairs) if pairs else None
+
+
+@given(JUDGED)
+@example([(0.95, 1.0), (1.0, 0.0)])  # of one bin
+@example([(0.9, 1.0), (math.nan, 0.0), (0.6, math.nan)])  # what is not known does not count
+@example([])
+def test_error_and_auc_are_their_definitions(judged):
+    found = reliability(*np.array(judged).reshape(-1, 2).T)
+    judged = [(p, y) for p, y in judged if not math.isnan(p) and not math.isnan(y)]
+    p, y = np.array(judged).reshape(-1, 2).T
+    assert found.total == len(judged)
+    assert found.error == pytest.approx(naive_error(judged), abs=1e-12)
+    expected = naive_auc(judged)
+    assert (found.auc is None) == (expected is None)
+    assert expected is None or found.auc == pytest.approx(expected, abs=1e-12)
+    if judged:
+        assert (found.confidence, found.accepted) == pytest.approx((p.mean(), y.mean()))
+        assert sum(one.total for one in found.bins) == len(judged)
+        assert sum(one.total * one.confidence for one in found.bins) == pytest.approx(p.sum())
+        assert sum(one.total * one.accepted for one in found.bins) == pytest.approx(y.sum())
+
+
+@given(st.lists(st.lists(st.floats(-9, 9), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_through_is_the_product_of_those_before(rows):
+    logits, temperatures = np.array(rows), np.array([0.5, 1.0, 3.0])
+    given_before, all_of_them = given_those_before(logits, temperatures), through(logits, temperatures)
+    for row, of_row, product in zip(rows, given_before, all_of_them):
+        told = 1.0
+        for k, logit in enumerate(row):
+            assert of_row[k] == pytest.approx(1 / (1 + math.exp(-logit / temperatures[k])))
+            told *= of_row[k]
+            assert product[k] == pytest.approx(told)
+
+
+def test_temperatures_are_the_likeliest_of_their_grid():
+    """By a loop, position by position: the log loss of the product, and what the prior adds."""
+    logits, accepted = simulated([2.0, 0.5, 1.0, 2.0], rounds=60)
+    accepted[::3, 1:], logits[1::3, 2] = np.nan, np.nan  # texts that ended, rounds of two drafts
+    logits[:, 3] = np.nan  # no round of four: 1
+    fitted, told = fit_temperatures(logits, accepted), []
+    for k in range(3):
+        losses = {}
+        for temperature in (2.0 ** (i / 16) for i in range(-48, 49)):
+            losses[temperature] = math.log(temperature) ** 2 / 2
+            for i in range(60):
+                if not math.isnan(accepted[i, k]) and not math.isnan(logits[i, k]):
+                    p = math.prod(1 / (1 + math.exp(-logits[i, j] / t)) for j, t in enumerate([*told, temperature]))
+                    losses[temperature] -= math.log(max(p if accepted[i, k] else 1 - p, 1e-12))
+        told.append(min(losses, key=losses.get))
+    assert fitted == pytest.approx([*told, 1])
+
+
+# What is written
 
 
 @pytest.fixture
@@ -153,30 +250,26 @@ def folder(tmp_path):
     return tmp_path / "drafter"
 
 
-def test_only_the_temperatures_are_written(folder):
+def test_only_the_temperatures_are_written_whole_or_not_at_all(folder, monkeypatch):
     before = json.loads((folder / "config.json").read_text())
     del before["confidence_temperatures"]  # as earlier releases wrote it
     text, files = json.dumps(before, indent=2) + "\n", sorted(folder.iterdir())
     (folder / "config.json").write_text(text)
     (folder / "config.json").chmod(0o640)
     for _ in range(2):  # written again over earlier ones
-        save_temperatures(folder, TEMPERATURES)
+        calibration.save_temperatures(folder, TEMPERATURES)
         written = (folder / "config.json").read_text()
         assert json.loads(written) == before | {"confidence_temperatures": TEMPERATURES}
         assert re.sub(r'  "confidence_temperatures": \[[^]]*\],\n', "", written) == text
-    assert sorted(folder.iterdir()) == files and (folder / "config.json").stat().st_mode & 0o777 == 0o640
-
-
-def test_a_configuration_is_written_whole_or_not_at_all(folder, monkeypatch):
-    before, files = (folder / "config.json").read_bytes(), sorted(folder.iterdir())
 
     def full(*_):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
-        save_temperatures(folder, [1.0] * 6)
-    assert (folder / "config.json").read_bytes() == before and sorted(folder.iterdir()) == files
+        calibration.save_temperatures(folder, [1.0] * 6)
+    assert (folder / "config.json").read_text() == written and sorted(folder.iterdir()) == files
+    assert (folder / "config.json").stat().st_mode & 0o777 == 0o640
 
 
 def test_fitted_temperatures_are_what_drafting_divides_by(folder):
@@ -184,7 +277,7 @@ def test_fitted_temperatures_are_what_drafting_divides_by(folder):
     target = bind(tiny_target())
     drafter = HyperDFlashDrafter.from_pretrained(folder, dtype=torch.float32).eval()
     logits, _ = record_rounds(target, drafter, PROMPTS[:1], 12, 0.0)
-    save_temperatures(folder, TEMPERATURES)
+    calibration.save_temperatures(folder, TEMPERATURES)
     calibrated, heard = HyperDFlashDrafter.from_pretrained(folder, dtype=torch.float32).eval(), []
     assert module_fingerprint(calibrated) == module_fingerprint(drafter)
     calibrated.observer = Observer()
@@ -197,27 +290,27 @@ def test_fitted_temperatures_are_what_drafting_divides_by(folder):
     assert len(told) == len(logits)
 
 
-def test_the_report_shows_what_was_measured(tmp_path, capsys, monkeypatch):
+def test_a_committed_calibration_is_written_again_as_it_was(tmp_path, capsys, monkeypatch):
+    """Digit by digit; where every draft was accepted there is no rank."""
     monkeypatch.setenv("COLUMNS", "120")
-    found = fitted(*(Rounds(*simulated([2.0, 0.7, 1.0], 150, seed)) for seed in (0, 1)))
-    never = [found.through[0][0]._replace(auc=None)] * 2  # where every draft was accepted there is no rank
-    found = replace(found, through=[tuple(never), *found.through[1:]])
-    write_calibration(found, {"date": "2026-11-22", "drafter": "mine"}, tmp_path / "out")
-    text = (tmp_path / "out" / "calibration.md").read_text()
-    assert "- drafter: mine" in text and f"Fitted on {found.rounds[0]} rounds" in text
-    for table, positions in zip(tables(text), (found.through, found.given)):
-        assert [row[0] for row in table[1:]] == ["1", "2", "3", "all"]
-        for row, (before, after) in zip(table[1:], positions):
-            assert row[2:4] == [str(before.total), f"{100 * before.accepted:.1f} %"]
-            assert row[4:6] == [f"{100 * one.confidence:.1f} %" for one in (before, after)]
-            assert row[6:8] == [f"{100 * one.error:.1f} %" for one in (before, after)]
-            assert row[8:] == ["–" if one.auc is None else f"{one.auc:.3f}" for one in (before, after)]
-    facts = json.loads((tmp_path / "out" / "calibration.json").read_text())
-    assert facts["temperatures"] == found.temperatures and facts["settings"]["drafter"] == "mine"
-    assert facts["through"][1]["after"]["error"] == found.through[1][1].error
-    assert facts["given"][2]["before"]["bins"][0] == found.given[2][0].bins[0]._asdict()
-    assert (tmp_path / "out" / "reliability.png").stat().st_size > 5000
-    print_calibration(found)
-    shown = capsys.readouterr().out
-    (line,) = (line.split() for line in shown.splitlines() if line.startswith("  all"))
-    assert line[1] == str(found.through[-1][0].total) and line[-1] == f"{found.through[-1][1].auc:.3f}"
+    facts = json.loads((COMMITTED / "calibration.json").read_text())
+    settings = facts.pop("settings")
+    for name in ("through", "given"):
+        for pair in facts[name]:
+            for of in pair.values():
+                of["bins"] = [calibration.Bin(**one) for one in of["bins"]]
+        facts[name] = [
+            calibration.BeforeAfter(*(calibration.Reliability(**of) for of in pair.values())) for pair in facts[name]
+        ]
+    found = calibration.Calibration(**facts)
+    write_calibration(found, settings, tmp_path / "out")
+    assert (tmp_path / "out" / "calibration.json").read_bytes() == (COMMITTED / "calibration.json").read_bytes()
+    committed, again = (tables((folder / "calibration.md").read_text()) for folder in (COMMITTED, tmp_path / "out"))
+    assert again == committed and (tmp_path / "out" / "reliability.png").stat().st_size > 5000
+    never = replace(found.through[0].before, auc=None)
+    print_calibration(replace(found, through=[calibration.BeforeAfter(never, never), *found.through[1:]]))
+    printed = capsys.readouterr().out
+    assert all(str(count) in printed for count in found.rounds)
+    shown = [line.replace(" %", "%").split() for line in printed.splitlines()]
+    (first,), (last,) = ([line for line in shown if line[:1] == [name]] for name in ("1", "all"))
+    assert first[-2:] == ["–", "–"] and last == [cell.replace(" ", "") for cell in committed[0][-1] if cell]

@@ -48,21 +48,20 @@ def test_settings_are_tried_and_left():
     drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[1, -1])
     before = drafter.config.to_dict()
     texts = [prompt(30, seed) for seed in range(8)]
-    compared = compare_variants(target, drafter, texts, [10] * 8)
-    assert drafter.config.to_dict() == before and compared.rounds == 8 * 19
-    names = [variant.name for variant in compared.others]
+    rounds, own, others = compare_variants(target, drafter, texts, [10] * 8)
+    assert drafter.config.to_dict() == before and rounds == 8 * 19
+    names = [variant.name for variant in others]
     assert names == [  # layer 2 is the last one, which is read already
         "`target_layer_ids` [0, -1] instead of [1, -1]",
         "`sample_from_anchor` True",
         "`rope_theta` 1,000,000 instead of 10,000",
     ]
     assert [cause_of(name) for name in names] == ["layers", "anchor", "RoPE"]
-    for found, fields in zip(
-        [compared, *compared.others], [{}, {"target_layer_ids": [0, -1]}, {"sample_from_anchor": True}]
-    ):
+    taus = [own, *(variant.tau for variant in others)]
+    for tau, fields in zip(taus, [{}, {"target_layer_ids": [0, -1]}, {"sample_from_anchor": True}]):
         config = HyperDFlashConfig.from_dict({**before, **fields})
         emitted = [draft_every_round(target, drafter, text, 10, [config])[0] for text in texts]
-        assert found.tau == pytest.approx(np.concatenate(emitted, axis=1).mean())
+        assert tau == pytest.approx(np.concatenate(emitted, axis=1).mean())
 
 
 @pytest.mark.parametrize("fields", [{}, {"sample_from_anchor": True}, {"sliding_window": 4}, {"draft_vocab_size": 32}])

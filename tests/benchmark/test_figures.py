@@ -102,7 +102,8 @@ def test_the_picture_of_a_calibration_shows_every_bin(drafts):
     positions = fitted(*(Rounds(*simulated([2.0] * drafts, 200, seed)) for seed in (0, 1))).through
     figure = reliability_figure(positions)
     assert len(figure.axes) == drafts + 1
-    for axes, (before, after) in zip(figure.axes, positions):
+    for axes, pair in zip(figure.axes, positions):
+        before, after = pair.before, pair.after
         assert f"error {100 * before.error:.1f} to {100 * after.error:.1f} %" in axes.get_title()
         assert [points.get_label() for points in axes.collections] == ["before", "after"]
         for points, expected in zip(axes.collections, (before, after)):

@@ -56,7 +56,7 @@ def diagnosed(rounds, drafting, acceptance, speedup, **more):
         tau=tau, acceptance=acceptance, drafts=drafts, speedup=Interval(speedup, 1, 2), costs=costs, **more
     )
     for finding in blame_costs(Examination(None, None, None, found=found)):
-        found.add(finding)
+        found.add(*finding)
     return found
 
 

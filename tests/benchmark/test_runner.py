@@ -3,9 +3,7 @@
 import copy
 import itertools
 import json
-import multiprocessing
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter
 from hf_hyperdflash.benchmark.results import TARGET_ONLY
 from hf_hyperdflash.benchmark.runner import BenchmarkSettings, hardware, run_benchmark
 from hf_hyperdflash.training.data.encoding import encode_prompts
+from hf_hyperdflash.training.features.locking import only_writer
 from hf_hyperdflash.training.trials import Local
 
 from ..conftest import MODELS
@@ -180,22 +179,6 @@ def test_the_first_difference_is_recorded(pair, benchmark, monkeypatch):
 # A run that goes on
 
 
-@pytest.mark.nightly  # a run is killed, twice
-def test_a_killed_run_goes_on_where_it_stopped(pair, benchmark, tmp_path, capsys):
-    chosen = [drafting("HyperDFlash (6)", *pair[::2], 6)]
-    fields = {"temperatures": [0.0, 1.0], "max_new_tokens": 8}
-    _, whole = benchmark(chosen, tmp_path / "whole.jsonl", **fields)
-    lines = (tmp_path / "whole.jsonl").read_text().splitlines()
-    expected = sorted(map(str, map(without_times, whole)))
-    for cut in (1, len(lines) - 2):
-        killed = tmp_path / f"killed-{cut}.jsonl"
-        killed.write_text("\n".join([*lines[:cut], lines[cut][:40]]))
-        runs, records = benchmark(chosen, killed, **fields)
-        assert sorted(map(str, map(without_times, records))) == expected and len(runs) == 2
-        told = f"{cut - 1} of {len(expected)} "
-        assert (told in capsys.readouterr().err) == (cut > 1)
-
-
 @pytest.fixture(scope="module")
 def done(pair, tmp_path_factory):
     """A finished run of one prompt by one method, and what it was run with."""
@@ -223,7 +206,6 @@ def nudge(patch, module):
     patch.setitem(module._parameters, "weight", torch.nn.Parameter(weight))
 
 
-OURS = "hf_hyperdflash.benchmark.runner."
 CHANGED = {
     "prompt": (with_prompt, "prompts_digest"),
     "template": (with_template, "prompts_digest"),
@@ -232,12 +214,6 @@ CHANGED = {
     "configuration": (
         lambda patch, run: patch.setattr(run[0].config, "rms_norm_eps", 2e-6), "weights_digest of Target only"
     ),
-    "version": (lambda patch, run: patch.setattr(OURS + "__version__", "0.0.7"), "versions of hf_hyperdflash"),
-    "commit": (lambda patch, run: patch.setattr(OURS + "commit", lambda: "abc1234"), "commit"),
-    "data": (
-        lambda patch, run: patch.setattr(run[3], "data", shutil.copytree(run[3].data, run[3].data + "-moved")), "data"
-    ),
-    "tokens": (lambda patch, run: patch.setattr(run[3], "max_new_tokens", 5), "max_new_tokens"),
     "methods": (
         lambda patch, run: run.__setitem__(2, [drafting("Yours", run[0], run[2][0].drafter)]), "Mine (2), Target"
     ),
@@ -256,18 +232,19 @@ def test_another_run_is_not_continued(done, tmp_path, monkeypatch, change, fact)
     assert path.read_bytes() == finished.read_bytes()
 
 
-def test_every_header_counts_and_every_line_is_looked_at(done, tmp_path):
+def test_every_fact_of_every_header_counts_and_every_line_is_looked_at(done, tmp_path):
     run, finished = done
     first, *records = finished.read_text().splitlines()
     path, header = tmp_path / "r.jsonl", json.loads(first)["run"]
-    without = {name: value for name, value in header.items() if name != "weights_digest"}
-    for later, words in (
-        (json.dumps({"run": {**header, "seed": 5}}), ("`seed` 5", "0")),
-        (json.dumps({"run": {**header, "new": 1}}), ("`new` 1", "no value")),
-        (json.dumps({"run": without}), ("`weights_digest of ", "no value")),
-        ("nonsense", ("JSON",)),  # a line that is no generation
-    ):  # fmt: skip
-        path.write_text("\n".join([first, *records, later, ""]))
+    facts = {"commit", "hardware", "threads", "dtype", "target", "data", "limit", "max_new_tokens", "seed", "modes"}
+    changes = [({**header, fact: "other"}, (f"`{fact}` other", "this one has")) for fact in facts]
+    changes.append(({**header, "versions": {**header["versions"], "torch": "1"}}, ("`versions of torch` 1",)))
+    changes.append(({**header, "new": 1}, ("`new` 1", "no value")))
+    changes.append(({k: v for k, v in header.items() if k != "weights_digest"}, ("`weights_digest of ", "no value")))
+    assert facts <= header.keys()
+    later = [(json.dumps({"run": changed}), words) for changed, words in changes]
+    for line, words in [*later, ("nonsense", ("JSON",))]:  # the last is no generation
+        path.write_text("\n".join([first, *records, line, ""]))
         with pytest.raises(ValueError) as refused:
             run_benchmark(*run, path)
         assert all(word in str(refused.value) for word in ("r.jsonl, line 4", *words)), refused.value
@@ -276,39 +253,25 @@ def test_every_header_counts_and_every_line_is_looked_at(done, tmp_path):
 def test_a_finished_run_generates_nothing_more_and_dates_do_not_matter(done, tmp_path, monkeypatch):
     run, finished = done
     monkeypatch.setattr(run[0], "generate", None)
-    monkeypatch.setattr(OURS + "started", lambda: {"date": "2030-01-01", "command": "another"})
+    monkeypatch.setattr(
+        "hf_hyperdflash.benchmark.runner.started", lambda: {"date": "2030-01-01", "command": "another"}
+    )
     runs, records = read(run_benchmark(*run, shutil.copy(finished, tmp_path)))
     assert [each["date"] == "2030-01-01" for each in runs] == [False, True] and len(records) == 2
 
 
-def benchmark_forever(run, path, began):
-    def generate(*args, **kwargs):
-        began.send(None)
-        signal.pause()
-
-    run[0].generate = generate
-    run_benchmark(*run, path)
-
-
-def test_a_second_process_is_told_of_the_first_and_a_dead_one_is_forgotten(done, tmp_path):
-    run, finished = done
+def test_only_one_writes_into_a_file(done, tmp_path):
     path = tmp_path / "out" / "r.jsonl"
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    first = multiprocessing.get_context("fork").Process(target=benchmark_forever, args=(run, path, sender))
-    first.start()
-    receiver.recv()
-    try:
-        with pytest.raises(ValueError, match=r"r\.jsonl .* another process"):
-            run_benchmark(*run, path)
-    finally:
-        first.kill()
-        first.join()
-    runs, records = read(run_benchmark(*run, path))
-    assert len(runs) == 2 and list(map(without_times, records)) == list(map(without_times, read(finished)[1]))
+    path.parent.mkdir()
+    with only_writer(path), pytest.raises(ValueError, match=r"r\.jsonl .* another process"):
+        run_benchmark(*done[0], path)
+    runs, records = read(run_benchmark(*done[0], path))  # a lock that nobody holds any more is none
+    assert len(runs) == 1 and list(map(without_times, records)) == list(map(without_times, read(done[1])[1]))
 
 
-def test_a_record_is_written_as_soon_as_it_can_be_compared(pair, benchmark, tmp_path, monkeypatch):
-    """A kill during the last method of a prompt loses that one only."""
+def test_a_killed_run_goes_on_where_it_stopped(pair, benchmark, tmp_path, monkeypatch, capsys):
+    """A record is written as soon as it can be compared: a kill during the last method of a prompt loses that one
+    only, and half a line that it was about to write."""
     target, _, drafter = pair
     asked = []
 
@@ -318,11 +281,15 @@ def test_a_record_is_written_as_soon_as_it_can_be_compared(pair, benchmark, tmp_
             raise KeyboardInterrupt
         return type(target).generate(target, *args, **kwargs)
 
+    several, path = [drafting("Mine (2)", target, drafter, 2), lookup(target)], tmp_path / "r.jsonl"
+    fields = {"suites": ["gsm8k"], "limit": 1, "max_new_tokens": 4, "temperatures": [0.7]}
+    _, whole = benchmark(several, tmp_path / "whole.jsonl", **fields)
     monkeypatch.setattr(target, "generate", generate)
-    several = [drafting("Mine (2)", target, drafter, 2), lookup(target)]
-    fields = {"suites": ["gsm8k"], "limit": 1, "max_new_tokens": 4}
     with pytest.raises(KeyboardInterrupt):
-        benchmark(several, **fields)
-    assert [record["method"] for record in read(tmp_path / "r.jsonl")[1]] == [TARGET_ONLY, several[0].name]
-    benchmark(several, **fields)
-    assert len(asked) == 6 + 3 + 1
+        benchmark(several, path, **fields)
+    assert [record["method"] for record in read(path)[1]] == [TARGET_ONLY, several[0].name]
+    with path.open("a") as file:
+        file.write('{"suite": "gs')
+    runs, records = benchmark(several, path, **fields)
+    assert len(asked) == 6 + 3 + 1 and len(runs) == 2 and "2 of 3 " in capsys.readouterr().err
+    assert list(map(without_times, records)) == list(map(without_times, whole))

@@ -11,16 +11,14 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, load_drafter, load_target
-from hf_hyperdflash.benchmark import server as asked
 from hf_hyperdflash.benchmark import server_comparison as examined
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
-from hf_hyperdflash.benchmark.server import DraftCounters, total
+from hf_hyperdflash.benchmark.server import DraftCounters, counts_of_answers, total
 from hf_hyperdflash.benchmark.server_comparison import examine_server
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.decoding.bind import unbind
 from hf_hyperdflash.drafters.parts.layers import HyperDFlashRotaryEmbedding
 from hf_hyperdflash.training.data.encoding import encode_prompts
-from hf_hyperdflash.training.trials import Record
 
 from ..conftest import MODELS
 from ..helpers.loopback import Server, events, serving
@@ -226,13 +224,9 @@ def test_the_command(pair, tmp_path):
     assert min(record["tried"], key=record["tried"].get) == LAYERS
 
 
-def test_an_answer_without_an_accepted_draft_counts(monkeypatch):
+def test_an_answer_without_an_accepted_draft_counts():
     """SGLang's lists end with the last position that was accepted at all: of such an answer there is none."""
     counted = [DraftCounters(20.0, [8.0, 4.0]), DraftCounters(17.0, []), None]
-    answers = iter([Record("", 20, None, 0.0, 0.0, None, each) for each in counted])
-    monkeypatch.setattr(asked.Server, "generate", lambda *_: next(answers))
-    monkeypatch.setattr(asked.Server, "metrics", lambda _: "")
-    _, found = examined._ask(asked.Server("http://localhost", "tiny"), ["a", "b", "c"], 20)
-    assert found == counted
-    there, here = total(found), DraftCounters(40.0, [9.0, 4.0, 4.0])
-    assert there.tau == 1 + 12 / 37 and examined._gaps(here, there)[2] == 0.1
+    there = total(counts_of_answers("tiny", [each], "", "") for each in counted)
+    assert there == DraftCounters(37.0, [8.0, 4.0]) and there.tau == 1 + 12 / 37
+    assert examined._gaps(there, DraftCounters(40.0, [9.0, 4.0, 4.0]))[2] == 0.1

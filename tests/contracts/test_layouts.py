@@ -130,7 +130,7 @@ def test_unknown_numbers_and_texts_are_warned_of(name, tmp_path, caplog):
     drafter = load_drafter(found)
     assert caplog.text.count("`chunked` (4), `rotated` ('half')") == 1
     findings = check_weights(Examination(target, drafter, characters()))
-    assert any("`chunked` (4), `rotated` ('half')" in finding.text for finding in findings)
+    assert any("`chunked` (4), `rotated` ('half')" in text for _, text in findings)
 
 
 # What changes drafts, in fields that any layout may have, and what may, in fields that nobody knows.

@@ -1,9 +1,8 @@
-"""What a benchmark, a calibration and the doctor refuse."""
+"""What a benchmark, a calibration and the doctor refuse. What their commands refuse is in test_cli."""
 
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from hf_hyperdflash.benchmark import calibration
 from hf_hyperdflash.benchmark.calibration import calibrate
 from hf_hyperdflash.benchmark.doctor.ablations import fine_tune_briefly
 from hf_hyperdflash.benchmark.doctor.examine import examine
-from hf_hyperdflash.benchmark.report import write_report
 from hf_hyperdflash.benchmark.results import load, pool, summarize
 from hf_hyperdflash.benchmark.runner import BenchmarkSettings, run_benchmark
 from hf_hyperdflash.benchmark.server_comparison import examine_server
@@ -22,7 +20,7 @@ from hf_hyperdflash.benchmark.suites import load_suite, suites_in
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.training.trials import Local
 
-from ..conftest import MODELS, prompt, tiny_drafter, tiny_target
+from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
 from ..helpers.loopback import Server, serving
 from ..helpers.refusals import Refusal
@@ -79,18 +77,10 @@ def unlike(suite_of_the_other):
     return [line(PLAIN, suite="a"), line("A", suite="a"), line(PLAIN, suite="b"), line(suite_of_the_other, suite="b")]
 
 
-def without_matplotlib(folder, patch):
-    patch.setitem(sys.modules, "matplotlib.figure", None)
-    try:
-        write_report(written(folder / "r", [line(PLAIN), line("A")]), folder / "out")
-    finally:
-        assert not (folder / "out").exists()
-
-
-def run(folder, *names, limit=None):
+def run(folder, *names):
     target = tiny_target(2)
     methods = [Local(target, PromptLookupDrafter(target), name=name) for name in names]
-    settings = BenchmarkSettings(["mine"], str(folder), limit=limit)
+    settings = BenchmarkSettings(["mine"], str(folder))
     run_benchmark(target, characters(), methods, settings, folder / "out" / "r.jsonl")
 
 
@@ -109,19 +99,6 @@ def at_a_server(*options, target="tiny", data="fine"):
     return ask
 
 
-def doctor(*options):
-    def ask(_, __):
-        given = [
-            "--target",
-            str(MODELS / "tiny-deepseek-v4"),
-            "--drafter",
-            str(MODELS / "tiny-deepseek-v4-hyperdflash"),
-        ]
-        raise CliRunner().invoke(app, ["doctor", *given, *options]).exception
-
-    return ask
-
-
 def calibrated(confidence_head=True, prompts=6):
     def ask(_, patch):
         target = tiny_target()
@@ -136,10 +113,10 @@ def calibrated(confidence_head=True, prompts=6):
     return ask
 
 
-def without_a_served_model(*given):
+def without_a_served_model(model=None):
     def ask(_, __):
         with serving(Server()) as server:
-            examine_server(None, None, None, server.root, model=given[0] if given else None, prompts=[])
+            examine_server(None, None, None, server.root, model=model, prompts=[])
 
     return ask
 
@@ -162,9 +139,6 @@ ROOT = ("--endpoint", "ROOT")
 REFUSED = {
     # Suites
     "no prompts asked for": Refusal(lambda folder, _: load_suite("mine", folder, limit=0), ("limit", "0", "1")),
-    "no such file": Refusal(lambda folder, _: load_suite("gsm8k", folder), ("'gsm8k'", "gsm8k.jsonl", "mine")),
-    "no such folder": Refusal(lambda folder, _: load_suite("mine", folder / "nowhere"), ("nowhere", "<suite>.jsonl")),
-    "a folder that is none": Refusal(lambda folder, _: suites_in(folder / "nowhere"), ("nowhere", "<suite>.jsonl")),
     "an empty folder": Refusal(lambda folder, _: suites_in(folder / "empty"), ("empty", "<suite>.jsonl")),
     "an empty file": Refusal(lambda folder, _: load_suite("none", folder), ("'none'", "none.jsonl", "turns")),
     "no network": Refusal(lambda _, patch: of_the_hub(patch, "gsm8k"), ("gsm8k", "no network", "HF_HUB_OFFLINE")),
@@ -175,14 +149,11 @@ REFUSED = {
     "turns of numbers": bad_turns(b'{"turns": [1]}', "`turns` is [1]"),
     "turns that are a text": bad_turns(b'{"turns": "What is 1 plus 1?"}', "`turns` is 'What is 1 plus 1"),
     "a blank turn": bad_turns(b'{"turns": [" "]}', "`turns` is [' ']"),
-    "half a line": bad_turns(b'{"turns": ["x"', "JSON"),
     "no UTF-8": bad_turns(b"\xff\xfe", "JSON"),
     "half a character": bad_turns(b'{"turns": ["\\ud800"]}', "half a character"),
     # A benchmark
     "no suites": Refusal(lambda *_: BenchmarkSettings(suites=[]), ("suites", "empty", "at least one")),
-    "no such mode": Refusal(lambda *_: BenchmarkSettings(modes=["thinking"]), ("modes", "thinking", "think-high")),
     "a cold temperature": Refusal(lambda *_: BenchmarkSettings(temperatures=[0, -1.0]), ("temperatures", "-1.0", "0")),
-    "no prompts": Refusal(lambda folder, _: run(folder, "A", limit=0), ("limit", "0", "1")),
     "no round": Refusal(lambda *_: BenchmarkSettings(max_new_tokens=2), ("max_new_tokens", "2", "3")),
     "no method": Refusal(lambda folder, _: run(folder), ("method", "at least one")),
     "one name twice": Refusal(lambda folder, _: run(folder, "A", "A"), ("'A', 'A'", "once", "--drafter NAME=PATH")),
@@ -202,32 +173,21 @@ REFUSED = {
     "no suite of all methods": Refusal(
         lambda folder, _: pool(load(written(folder / "r", unlike("B")))), ("'A'", "'B'", "same suites")
     ),
-    "no matplotlib": Refusal(without_matplotlib, ('pip install "hf-hyperdflash[benchmark]"',), ImportError),
     # A server
     "no address": Refusal(at_a_server("--endpoint", "localhost:8000"), ("'localhost:8000'", "http://")),
     "no server": Refusal(at_a_server("--endpoint", "http://127.0.0.1:1"), ("127.0.0.1:1/v1/models", "start")),
     "another model": Refusal(at_a_server(*ROOT, target="large"), ("'large'", "tiny, small")),
-    "a drafter for a server": Refusal(at_a_server(*ROOT, "--drafter", "mine"), ("--drafter", "mine", "--endpoint")),
-    "a mode for a server": Refusal(at_a_server(*ROOT, "--mode", "think-high"), ("--mode", "think-high", "--endpoint")),
-    "many at a time here": Refusal(at_a_server("--concurrency", "2"), ("--concurrency", "2", "--endpoint")),
     "a prompt that is too long": Refusal(at_a_server(*ROOT, data="long"), ("400", "longer than 1024")),
     "an answer that breaks off": Refusal(at_a_server(*ROOT, data="broken"), ("engine is dead", "log")),
     # The doctor
     "no questions": Refusal(examined(prompts=[]), ("`prompts`", "at least one")),
     "a context that does not fit": Refusal(examined(context=4000), ("`context`", "4000", "1 to ")),
     "a drafter's name": Refusal(examined(drafter="org/name"), ("`drafter`", "'org/name'", "`load_drafter`")),
-    "no drafter": Refusal(examined(drafter=None), ("`drafter`", "None", "`load_drafter`")),
     "a tokenizer's name": Refusal(examined(tokenizer="org/name"), ("`tokenizer`", "'org/name'", "from_pretrained")),
     "no text at a time": Refusal(examined(texts=0), ("`texts`", "0", "at least 1")),
     "answers that end at once": Refusal(answers_that_end_at_once, ("too short",)),
-    "a context for a server": Refusal(doctor("--endpoint", "http://x", "--context", "9"), ("--context", "--endpoint")),
-    "a batch for a server": Refusal(
-        doctor("--endpoint", "http://x", "--batch-size", "2"), ("--batch-size", "--endpoint")
-    ),
     "one of several models": Refusal(without_a_served_model(), ("tiny, small", "--served-model")),
     "no such model there": Refusal(without_a_served_model("other"), ("tiny, small", "--served-model")),
-    "a served model here": Refusal(doctor("--served-model", "tiny"), ("--served-model", "'tiny'", "--endpoint")),
-    "no such mode of the doctor": Refusal(doctor("--mode", "loud"), ("--mode", "'loud'", "think-high")),
     # A calibration
     "no confidence": Refusal(calibrated(confidence_head=False), ("`confidence_head`", "False")),
     "few prompts": Refusal(calibrated(), ("6 prompts of 20", "57", "100")),

@@ -74,7 +74,7 @@ def test_a_table_that_was_never_trained_is_named(kind, name, how, target, tmp_pa
     assert str(tmp_path) in line and "vLLM" in line and "SGLang" in line and "\n" not in line
     assert torch.equal(loaded.state_dict()[name], tensors[name])  # it is used as it is
     (problem,) = check_weights(Examination(target, loaded, characters()))
-    assert problem.kind == "problem" and name in problem.text
+    assert problem[0] == "untrained weights" and name in problem[1]
 
 
 def test_norms_at_zero_are_named(target, tmp_path, caplog):

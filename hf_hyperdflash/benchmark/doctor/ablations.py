@@ -22,7 +22,7 @@ from ...training.features.capture import compute_residual
 from ...training.trials import Local, run
 from ..intervals import drawn_ratios, interval
 from .config_variants import CAUSES
-from .diagnosis import LEAST_TAU, Change, Examination, Finding, first_line
+from .diagnosis import LEAST_TAU, REMARK, Change, Examination, Finding, first_line
 
 _FEWEST, _MOST = 3, 8  # prompts of a change
 _WINDOW = 256  # tokens of a window that is tried
@@ -147,14 +147,13 @@ def judge_changes(examined: Examination) -> Iterator[Finding]:
         if change is not None and (change.matters(least) or change.after > LEAST_TAU > change.before):
             rates = f"{change.after:.2f} tokens a round instead of {change.before:.2f}"
             problems.add(cause)
-            yield Finding("problem", cause, _MEANINGS[cause].format(rates, window=_WINDOW))
+            yield cause, _MEANINGS[cause].format(rates, window=_WINDOW)
     for cause, least in (("long texts", 1.3), ("no template", 1.5)):
         change = by_cause.get(cause)
         if change is not None and change.matters(least) and "position" not in problems:
-            yield Finding(
-                "remark", "",
+            yield REMARK, (
                 f"With {change.name} there are {change.after:.2f} tokens a round instead of {change.before:.2f}: "
-                f"{_MEANINGS[cause]}",
+                f"{_MEANINGS[cause]}"
             )  # fmt: skip
 
 
@@ -173,7 +172,7 @@ def try_learning(examined: Examination) -> Iterator[Finding]:
             target, examined.drafter, texts[half:], starts, 0.25 * examined.left()
         )
     except (RuntimeError, ValueError) as error:  # no drafter that is trained, no such memory, no such kernel
-        yield Finding("remark", "", f"What training would bring back was not tried: {first_line(error)}")
+        yield REMARK, f"What training would bring back was not tried: {first_line(error)}"
         return
     after = count_rounds(target, taught, prompts[:half], examined.new_tokens, examined.left() / 5)
     name = f"{steps} training steps on {len(starts)} other texts"
@@ -181,11 +180,10 @@ def try_learning(examined: Examination) -> Iterator[Finding]:
     examined.say(f"changed: {change.name}: {change.after:.2f} tokens a round instead of {change.before:.2f}")
     found.changes.append(change)
     low, high = change.ratio.low, change.ratio.high
-    yield Finding(
-        "problem", cause,
+    yield cause, (
         f"{found.problems[cause]} Tried here: after {steps} training steps ({seconds:.0f} s) on {len(starts)} of "
         f"these texts it has {change.after:.2f} tokens a round instead of {change.before:.2f} on others ({low:.2f} to "
-        f"{high:.2f} times as many). An hour has {3600 / max(seconds, 1e-3):,.0f} times those steps.",
+        f"{high:.2f} times as many). An hour has {3600 / max(seconds, 1e-3):,.0f} times those steps."
     )  # fmt: skip
 
 

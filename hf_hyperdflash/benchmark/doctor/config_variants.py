@@ -22,7 +22,7 @@ from ...training.features.capture import compute_residual
 from ...training.losses.loss import IGNORE_INDEX, indices_among
 from ...training.runs.progress import progress_bar
 from ..intervals import Interval, drawn_ratios, interval
-from .diagnosis import LEAST_PROMPTS, LEAST_TAU, Examination, Finding
+from .diagnosis import LEAST_PROMPTS, LEAST_TAU, REMARK, Examination, Finding
 
 _FALSE_ALARMS = 0.03
 # The least differences that are reported: nats a draft, and the ratio of tokens a round.
@@ -48,14 +48,6 @@ class Variant(NamedTuple):
         return self.ahead.value >= _LEAST_NATS_AHEAD and self.tau >= _LEAST_TAU_RATIO * tau
 
 
-class Comparison(NamedTuple):
-    """The comparison of configurations over rounds after every token of texts that the target wrote."""
-
-    rounds: int
-    tau: float  # their mean number of tokens with the drafter's own configuration
-    others: list[Variant]
-
-
 def try_variants(examined: Examination) -> Iterator[Finding]:
     """Check whether the drafter was trained with another configuration than it has. Small differences are normal:
     neighbouring layers are nearly the same."""
@@ -71,11 +63,10 @@ def try_variants(examined: Examination) -> Iterator[Finding]:
     ahead = [variant for variant in others if variant.matters(tau) and variant.tau >= LEAST_TAU]
     better = [variant for variant in ahead if variant.ahead.low > 0]
     worse = sum(variant.ahead.high < 0 for variant in others)
-    yield Finding(
-        "fact", "other configurations",
+    examined.found.facts["other configurations"] = (
         f"{len(others)} tried in {tried}, neighbouring layers, the other anchor convention, other bases of RoPE: "
-        f"{worse} certainly worse, {len(better)} clearly better, of the others none makes a clear difference",
-    )  # fmt: skip
+        f"{worse} certainly worse, {len(better)} clearly better, of the others none makes a clear difference"
+    )
     if not ahead:
         return
     best = max(better or ahead, key=lambda variant: variant.ahead.value)
@@ -85,16 +76,14 @@ def try_variants(examined: Examination) -> Iterator[Finding]:
         f"{tau:.2f} in {tried}"
     )
     if better:
-        yield Finding(
-            "problem", cause_of(best.name),
+        yield cause_of(best.name), (
             f"With {best.name} the drafter finds the target's text likelier ({described}): the configuration does not "
-            "say how the drafter was trained. Correct it in `config.json`.",
+            "say how the drafter was trained. Correct it in `config.json`."
         )  # fmt: skip
     else:
-        yield Finding(
-            "remark", "",
+        yield REMARK, (
             f"The drafter may have been trained with {best.name} ({described}): longer texts may tell, from a larger "
-            "`--max-new-tokens` (in Python `max_new_tokens`).",
+            "`--max-new-tokens` (in Python `max_new_tokens`)."
         )  # fmt: skip
 
 
@@ -105,8 +94,9 @@ def compare_variants(
     starts: Sequence[int],
     *,
     disable_tqdm: bool | None = True,
-) -> Comparison:
-    """Compare drafts with the drafter's configuration to drafts with each of [`variants`]."""
+) -> tuple[int, float, list[Variant]]:
+    """Compare drafts with the drafter's configuration to drafts with each of [`variants`]. Return the number of
+    rounds, which begin after every token of the texts, their mean number of tokens, and the comparisons."""
     # A round reads only accepted tokens, which are known for a text that the target wrote. So one forward of the
     # target over a text serves all rounds of all configurations, and all have the same rounds. They are compared by
     # the likelihood of the text, which training maximizes: accepted lengths would need several times as many rounds.
@@ -117,7 +107,7 @@ def compare_variants(
     taus = np.concatenate([emitted for emitted, _ in found], axis=1).mean(1).tolist()
     sums, rounds = np.stack([nats.sum(1) for _, nats in found]), np.array([nats.shape[1] for _, nats in found])
     compared = [Variant(*parts) for parts in zip(others, taus[1:], leads_over_first(sums, rounds))]
-    return Comparison(int(rounds.sum()), taus[0], compared)
+    return int(rounds.sum()), taus[0], compared
 
 
 def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:

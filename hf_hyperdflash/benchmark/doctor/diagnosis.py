@@ -32,12 +32,10 @@ _LIMITS = {
 }
 
 
-class Finding(NamedTuple):
-    """One thing that a check found."""
-
-    kind: str  # "problem", "remark" (an observation that may matter) or "fact" (what was examined)
-    name: str  # a problem's cause in a word or two, or a fact's name
-    text: str  # what it is, and of a problem its fix
+# What a check finds: the cause of a problem in a word or two, and what it is with its fix; or an observation that may
+# matter, with `REMARK` in the place of a cause.
+Finding = tuple[str, str]
+REMARK = ""
 
 
 class Change(NamedTuple):
@@ -73,12 +71,12 @@ class Diagnosis:
     timed: dict[float, list[Timed]] = field(default_factory=dict)  # by temperature, fastest first
     is_mixture: bool = False
 
-    def add(self, finding: Finding) -> None:
-        """Add what a check found."""
-        if finding.kind == "remark":
-            self.remarks.append(finding.text)
+    def add(self, cause: str, text: str) -> None:
+        """Add a [`Finding`]."""
+        if cause == REMARK:
+            self.remarks.append(text)
         else:
-            (self.problems if finding.kind == "problem" else self.facts)[finding.name] = finding.text
+            self.problems[cause] = text
 
     def __str__(self) -> str:
         lines = [f"{name}: {value}" for name, value in self.facts.items()]
@@ -222,23 +220,20 @@ def blame_costs(examined: Examination) -> Iterator[Finding]:
     )
     is_dear = costs.verifying(min(count, _USUAL)) >= _DEAR
     if is_dear or (fastest < _SLOW and count <= _USUAL and found.limit == "verification" and is_alone):
-        yield Finding(
-            "problem", "verification",
+        yield "verification", (
             f"Verifying {counted(count + 1, 'token')} costs {costs.verifying(count):.1f} forwards.{experts} Verify "
-            f"fewer: {fewer}, and draft no trees.",
+            f"fewer: {fewer}, and draft no trees."
         )  # fmt: skip
     elif found.drafts and is_alone and gain >= _FEWER and is_confirmed:
-        yield Finding(
-            "problem", "draft count",
+        yield "draft count", (
             f"{count} drafts a round are too many here: {best} would be {gain:.2f} times as fast by these costs. The "
             f"later ones are hardly accepted (the last in {100 * found.acceptance[-1]:.0f} % of rounds) and each is "
-            f"paid for: {fewer}.",
+            f"paid for: {fewer}."
         )  # fmt: skip
     elif fastest < _SLOW and found.limit == "drafting" and is_alone:
-        yield Finding(
-            "problem", "drafting",
+        yield "drafting", (
             f"Drafting costs {costs.asking(count):.1f} forwards of the target, which is small beside its drafter: "
-            "take a drafter of fewer layers or passes, prompt lookup, or none.",
+            "take a drafter of fewer layers or passes, prompt lookup, or none."
         )  # fmt: skip
 
 

@@ -18,7 +18,17 @@ from ...drafters.base import Drafter
 from ...targets.registry import is_drafter, target_of
 from ...training.trials import Local, bound, run
 from . import ablations, config_variants, fit
-from .diagnosis import LEAST_PROMPTS, LEAST_TAU, Diagnosis, Examination, Finding, blame_costs, counted, first_line
+from .diagnosis import (
+    LEAST_PROMPTS,
+    LEAST_TAU,
+    REMARK,
+    Diagnosis,
+    Examination,
+    Finding,
+    blame_costs,
+    counted,
+    first_line,
+)
 from .recommended import TEMPERATURES, ranked, time_settings
 from .round_costs import MeasuredCosts, measure_round_costs
 
@@ -90,29 +100,24 @@ def check_generation(examined: Examination) -> Iterator[Finding]:
         timed.append([(each.new_tokens, each.seconds) for each in (alone, drafted)])
     examined.rounds = np.array(rounds, dtype=float)
     count = len(rounds)
-    yield Finding("fact", "losslessness", f"{count - found.differing} of {count} greedy texts are the target's own")
+    found.facts["losslessness"] = f"{count - found.differing} of {count} greedy texts are the target's own"
     if found.differing:
-        yield Finding(
-            "remark", "",
+        yield REMARK, (
             f"{found.differing} greedy texts differ. In float32 that should not be; in lower precision it happens "
-            "where the target's two best tokens are equal to within rounding.",
+            "where the target's two best tokens are equal to within rounding."
         )  # fmt: skip
     if not total.rounds:
-        yield Finding(
-            "problem", "template",
-            "The target ends every answer at once: the chat template is not the one it was trained with.",
-        )  # fmt: skip
+        yield "template", "The target ends every answer at once: the chat template is not the one it was trained with."
         return
     found.tau, found.acceptance = total.tau, total.acceptance
     found.drafts = drafter.num_draft_tokens if isinstance(drafter.num_draft_tokens, int) else None
     found.speedup = ranked([{}], np.array(timed, dtype=float))[0].speedup
     found.kinds = {kind: sum(a for a, _ in of) / max(sum(b for _, b in of), 1) for kind, of in kinds.items()}
     rates = ", ".join(f"{100 * rate:.0f}" for rate in total.acceptance)
-    yield Finding(
-        "fact", "acceptance",
+    found.facts["acceptance"] = (
         f"tau {total.tau:.2f} over {count} prompts, {counted(total.rounds, 'round')}; drafts accepted at each "
-        f"position, %: {rates}",
-    )  # fmt: skip
+        f"position, %: {rates}"
+    )
 
 
 def check_costs(examined: Examination) -> Iterator[Finding]:
@@ -130,7 +135,7 @@ def check_costs(examined: Examination) -> Iterator[Finding]:
         try:
             found.costs.compiled = measure(compiled=True)
         except Exception as error:  # what a compiler may say is no fault of the pair's
-            yield Finding("remark", "", f"Compiled rounds could not be timed: {first_line(error)}")
+            yield REMARK, f"Compiled rounds could not be timed: {first_line(error)}"
 
 
 def judge_tau(examined: Examination) -> Iterator[Finding]:
@@ -139,25 +144,23 @@ def judge_tau(examined: Examination) -> Iterator[Finding]:
     if tau >= LEAST_TAU:
         return
     if not examined.has_weights:
-        yield Finding("remark", "", f"Hardly any draft is accepted (tau {tau:.2f}): texts repeat too little.")
+        yield REMARK, f"Hardly any draft is accepted (tau {tau:.2f}): texts repeat too little."
     elif not found.problems:
-        yield Finding(
-            "problem", "acceptance",
+        yield "acceptance", (
             f"Hardly any draft is accepted (tau {tau:.2f}): the drafter is hardly trained, or was trained for another "
-            "target, chat template or tokenizer.",
+            "target, chat template or tokenizer."
         )  # fmt: skip
 
 
-def recommend(examined: Examination) -> Iterator[Finding]:
+def recommend(examined: Examination) -> None:
     """Time settings of `generate`, if nothing is wrong."""
     found, target, drafter = examined.found, examined.target, examined.drafter
     if not examined.is_thorough:
         count = len(examined.prompts)
-        yield Finding(
-            "fact", "not tried",
+        found.facts["not tried"] = (
             f"other configurations and settings of `generate`: that takes {LEAST_PROMPTS} prompts, there "
-            f"{'is' if count == 1 else 'are'} {count}",
-        )  # fmt: skip
+            f"{'is' if count == 1 else 'are'} {count}"
+        )
         return
     if found.problems:
         return
@@ -171,11 +174,11 @@ def recommend(examined: Examination) -> Iterator[Finding]:
         if learned is not None and learned.is_tried:
             found.expected = learned.costs.predict(examined.context, len(found.acceptance))
         text = "; ".join(map(str, found.timed[temperature]))
-        yield Finding("fact", f"timed, temperature {temperature:g}", text)
+        found.facts[f"timed, temperature {temperature:g}"] = text
 
 
 # In this order. After a problem of one that is marked nothing else can be examined.
-Checks = tuple[tuple[Callable[[Examination], Iterator[Finding]], bool], ...]
+Checks = tuple[tuple[Callable[[Examination], Iterator[Finding] | None], bool], ...]
 BEFORE_GENERATION: Checks = (
     (fit.check_pair, True),
     (fit.check_memory, False),
@@ -263,8 +266,8 @@ def examine(
 def _passes(examined: Examination, checks: Checks) -> bool:
     """Add what checks find, one after the other, and return whether all could run."""
     for check, ends in checks:
-        for finding in check(examined):
-            examined.found.add(finding)
-            if ends and finding.kind == "problem":
+        for cause, text in check(examined) or ():
+            examined.found.add(cause, text)
+            if ends and cause != REMARK:
                 return False
     return True

@@ -1,61 +1,73 @@
-"""The arithmetic of experiments whose figures are published, each against a plain count. `tools/check_examples.py`
-runs the scripts."""
+"""Check the arithmetic of experiments whose figures are published, each against a plain count. `.ci/nightly` runs it;
+`tools/check_examples.py` runs the scripts.
+
+    python tools/check_experiments.py            # all
+    python tools/check_experiments.py survival   # the checks that have this word
+"""
+
+from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import runpy
+import sys
+import tempfile
+import time
 from collections import Counter
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import pytest
 import torch
 import transformers
+from pytest import approx
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_hyperdflash import load_drafter
-from hf_hyperdflash.decoding.stats import keep_trees
-from hf_hyperdflash.drafters.blocks.path import BlockPath
-from hf_hyperdflash.targets.registry import target_of
-from hf_hyperdflash.training.data.encoding import encode_prompts
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 
-from .conftest import MODELS, prompt, tiny_drafter, tiny_target
-from .helpers.oracle_aslm import Oracle
-from .helpers.processes import python
-from .helpers.served_drafters import qwen3
-from .helpers.tokenizers import characters
+from hf_hyperdflash import load_drafter  # noqa: E402
+from hf_hyperdflash.decoding.stats import keep_trees  # noqa: E402
+from hf_hyperdflash.drafters.blocks.path import BlockPath  # noqa: E402
+from hf_hyperdflash.targets.registry import target_of  # noqa: E402
+from hf_hyperdflash.training.data.encoding import encode_prompts  # noqa: E402
+from tests.conftest import MODELS, prompt, tiny_drafter, tiny_target  # noqa: E402
+from tests.helpers.oracle_aslm import Oracle  # noqa: E402
+from tests.helpers.processes import python  # noqa: E402
+from tests.helpers.served_drafters import qwen3  # noqa: E402
+from tests.helpers.tokenizers import characters  # noqa: E402
 
-pytestmark = pytest.mark.nightly  # some are scripts, each a process that imports everything
-ROOT = MODELS.parent.parent
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
 
 
-@pytest.fixture
-def script(monkeypatch):
-    """Names of a script of `experiments/`."""
-    monkeypatch.syspath_prepend(ROOT / "experiments")
-    monkeypatch.setenv("HYPERDFLASH_DEEPSEEK_V4_PATHS", "1")  # as `serve_deepseek_v4.py` sets it itself
-    return lambda name: SimpleNamespace(**runpy.run_path(str(ROOT / "experiments" / f"{name}.py"), run_name="script"))
+def script(name: str) -> Any:
+    """Return the names of a script of `experiments/`."""
+    os.environ["HYPERDFLASH_DEEPSEEK_V4_PATHS"] = "1"  # as `serve_deepseek_v4.py` sets it itself
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "experiments" / f"{name}.py"), run_name="script"))
 
 
-@pytest.fixture(scope="module")
-def pair():
+@cache
+def pair() -> Any:
+    """Return the shipped target, its tokenizer and its drafter."""
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     return target, AutoTokenizer.from_pretrained(TARGET), load_drafter(DRAFTER, target=target)
 
 
-def asked(tokenizer, text):
+def asked(tokenizer: Any, text: str) -> torch.Tensor:
     return encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]}])[0]
 
 
-def run(name, *arguments):
+def run(name: str, *arguments: Any) -> str:
     ran = python(ROOT / "experiments" / name, *arguments)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
 
-def test_errors_of_the_augmented_space_linear_model(script, tmp_path):
+def check_errors_of_the_augmented_space_linear_model(tmp_path: Path) -> None:
     run("compare_aslm.py", "--seeds", 1, "--train", 40, "--output", tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())["results"]
     told = {(row["problem"], row["noise"], row["method"]): row["error"] for row in results}
@@ -67,12 +79,12 @@ def test_errors_of_the_augmented_space_linear_model(script, tmp_path):
         spread = sum((d - clean.mean()) ** 2 for d in clean)
         for method, predict in (("ridge", oracle.linear), ("ASLM k=1", oracle.predict)):
             error = sum((predict(x) - d) ** 2 for x, d in zip(inputs.tolist(), clean)) / spread
-            assert told[problem, noise, method] == pytest.approx(error, rel=1e-3), (problem, noise, method)
+            assert told[problem, noise, method] == approx(error, rel=1e-3), (problem, noise, method)
 
 
-def test_figures_of_survival(tmp_path, pair):
+def check_figures_of_survival(tmp_path: Path) -> None:
     """Of the predictor that says the same of every draft, on rounds that it has not learned from."""
-    target, tokenizer, drafter = pair
+    target, tokenizer, drafter = pair()
     texts = ["What is 3 plus 4?", "Write a Python function that adds two numbers.", "List three fruits."]
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
     given = ["--target", TARGET, "--drafter", DRAFTER, "--suites", tmp_path, "--output", tmp_path / "out"]
@@ -99,12 +111,12 @@ def test_figures_of_survival(tmp_path, pair):
         "bias of the expected length": sum(off) / len(off),
     }
     told = figures["figures"]["0"]["constant"]
-    assert {name: told[name] for name in expected} == pytest.approx(expected)
+    assert {name: told[name] for name in expected} == approx(expected)
 
 
-def test_what_is_drafted_from_everywhere_is_what_rounds_draft(script, pair):
+def check_what_is_drafted_from_everywhere_is_what_rounds_draft(tmp_path: Path) -> None:
     """And a rule of "auto" takes what its rounds take."""
-    auto, (target, tokenizer, drafter) = script("simulate_auto"), pair
+    auto, (target, tokenizer, drafter) = script("simulate_auto"), pair()
     ids = asked(tokenizer, "Count from 1 to 30.")
     text = target.generate(ids, max_new_tokens=60, do_sample=False)
     drafted = auto.drafted_everywhere(target, drafter, text, ids.shape[1])
@@ -126,7 +138,7 @@ def test_what_is_drafted_from_everywhere_is_what_rounds_draft(script, pair):
             place, spent = place + len(tree.tokens), spent + 15 + len(tree.drafts)
         last_alone = len(drafted) - place  # with no room for a draft that is no round of the drafter's
         assert last_alone in (0, 1)
-        assert auto.fixed(count)(drafted, rounds, exact) == pytest.approx(spent + 10 * last_alone)
+        assert auto.fixed(count)(drafted, rounds, exact) == approx(spent + 10 * last_alone)
     hard = [auto.Drafted([0.02] * 8, 0)] * 200
     assert auto.by_choice(auto.foreseen)(hard, rounds, exact) == 10 * len(hard)
     noisy = [rounds.take(4, random.Random(seed)) for seed in range(2000)]
@@ -137,7 +149,7 @@ def test_what_is_drafted_from_everywhere_is_what_rounds_draft(script, pair):
     assert [cell.split()[0] for cell in row.split(" | ")] == ["2.00×", "+0.0", "-50.0", "+50.0"]
 
 
-def test_operations_of_heads_are_those_that_torch_counts(script):
+def check_operations_of_heads_are_those_that_torch_counts(tmp_path: Path) -> None:
     """Of the layers but attention, which depends on the context, of the LM head, and of every head."""
     heads, target, ids = script("benchmark/heads"), tiny_target(), prompt(9)
 
@@ -162,21 +174,21 @@ def test_operations_of_heads_are_those_that_torch_counts(script):
         assert total == 6 * heads.step(drafter).operations, (kind, candidates)
 
 
-def test_a_verification_reads_the_experts_that_its_tokens_choose(script):
+def check_a_verification_reads_the_experts_that_its_tokens_choose(tmp_path: Path) -> None:
     """DeepSeek says 13 billion active parameters of 284; experts by drawing them, layer by layer."""
     verification = script("benchmark/heads").verification
     with torch.device("meta"):
         flash = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config())
-    assert verification(flash, 1).operations / 2 == pytest.approx(13e9, rel=0.03)
+    assert verification(flash, 1).operations / 2 == approx(13e9, rel=0.03)
     choices = torch.rand(2000, 7, 256, generator=torch.Generator().manual_seed(0)).topk(6).indices.flatten(1)
     read = sum(len(set(layer)) for layer in choices.tolist()) / 2000 / 256
     routed = 43 * 256 * 3 * 4096 * 2048
     # Over 2,000 layers the mean of 39 experts is off by 0.1 with a chance below 1e-6.
     more = verification(flash, 7).bytes - verification(flash, 1).bytes
-    assert more == pytest.approx((read - 6 / 256) * routed * (0.5 + 1 / 32), rel=0.005)
+    assert more == approx((read - 6 / 256) * routed * (0.5 + 1 / 32), rel=0.005)
 
 
-def test_what_trees_and_rows_cost_is_counted(script):
+def check_what_trees_and_rows_cost_is_counted(tmp_path: Path) -> None:
     """A dense target reads as much for any tree, experts more for every node. A token of Qwen3-8B is two operations a
     weight, all but the embedding's 0.6e9 of 8.2e9."""
     said = run("benchmark", "tree_cost", "--results", ROOT / "experiments/results/tiny-deepseek-v4/trees")
@@ -193,7 +205,7 @@ def test_what_trees_and_rows_cost_is_counted(script):
     assert abs(float(rows[-1][2]) - 500_000 * 400 * 2 * 7.57e9 / 150e12 / 3600) < 0.05
 
 
-def test_where_texts_part_is_counted_in_steps_of_the_format(script):
+def check_where_texts_part_is_counted_in_steps_of_the_format(tmp_path: Path) -> None:
     parting, target = script("count_ties").parting, qwen3(initializer_range=0.3).to(torch.bfloat16)
     ids = torch.tensor([[7, 8, 9, 10]])
     alone = target.generate(ids, attention_mask=ids > 0, max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, 4:]
@@ -208,7 +220,7 @@ def test_where_texts_part_is_counted_in_steps_of_the_format(script):
     assert abs(found["steps"] - abs(float(logits[best] - logits[second])) / spacing) <= 2
 
 
-def test_a_draft_vocabulary_is_counted_in_answers_that_it_was_not_chosen_from(script, tmp_path):
+def check_a_draft_vocabulary_is_counted_in_answers_that_it_was_not_chosen_from(tmp_path: Path) -> None:
     """By source, without the questions; the last tenth is held out."""
     counting, tokenizer = script("count_vocabulary"), characters()
     texts = {"sums": ["1 2"] * 9 + ["3 3"], "talk": ["abb"] * 9 + ["abc"]}
@@ -225,7 +237,7 @@ def test_a_draft_vocabulary_is_counted_in_answers_that_it_was_not_chosen_from(sc
     assert counting.covered(seen["talk"], 2, held_out["talk"]) == 2 / 3
 
 
-def test_texts_of_servers_may_part_where_two_tokens_tie(script):
+def check_texts_of_servers_may_part_where_two_tokens_tie(tmp_path: Path) -> None:
     parted_at_a_tie = script("serve_deepseek_v4").parted_at_a_tie
     for other, is_one in (
         ([5, 6, 7], True), ([5, 8, 9], True), ([9, 6, 7], False), ([5, 6, 8], False), ([5, 8], True), ([5], True),
@@ -234,16 +246,32 @@ def test_texts_of_servers_may_part_where_two_tokens_tie(script):
         assert parted_at_a_tie([5, 6, 7], other, [3.0, 0.1, 1.5]) == is_one, other
 
 
-@pytest.mark.parametrize(("field", "figure"), [("tau", "6.15"), ("speedup", "2.77×")])
-def test_a_block_of_figures_is_the_reports_average(tmp_path, field, figure):
+def check_a_block_of_figures_is_the_reports_average(tmp_path: Path) -> None:
     """Which the benchmark wrote. A stale one is named."""
     page, tool = tmp_path / "page.md", ROOT / "tools" / "write_numbers.py"
-    block = f'<!-- result: average tiny-deepseek-v4/heads "State head (8)" 0 {field} -->{{}}<!-- end -->'
-    page.write_text(block.format(figure))
-    assert (python(tool, "--check", page).returncode, field) in ((1, "tau"), (0, "speedup"))
-    assert python(tool, page).returncode == python(tool, "--check", page).returncode == 0
     report = (ROOT / "experiments/results/tiny-deepseek-v4/heads/report.md").read_text()
     (row,) = re.findall(
         r"^\| State head \(8\) \|.*\| (.*) \|$", report.partition("*Temperature = 1*")[0], re.MULTILINE
     )
-    assert re.search(r"-->(.*?)<!--", page.read_text())[1] in row.replace("*", "").split(" / ")
+    for field, figure, is_stale in (("tau", "6.15", True), ("speedup", "2.77×", False)):
+        block = f'<!-- result: average tiny-deepseek-v4/heads "State head (8)" 0 {field} -->{figure}<!-- end -->'
+        page.write_text(block)
+        assert python(tool, "--check", page).returncode == is_stale
+        assert python(tool, page).returncode == python(tool, "--check", page).returncode == 0
+        found = re.search(r"-->(.*?)<!--", page.read_text())
+        assert found and found[1] in row.replace("*", "").split(" / ")
+
+
+def main() -> int:
+    checks = {name: check for name, check in globals().items() if name.startswith("check_")}
+    for name, check in checks.items():
+        if all(word in name for word in sys.argv[1:]):
+            began = time.perf_counter()
+            with tempfile.TemporaryDirectory() as folder:
+                check(Path(folder))
+            print(f"{time.perf_counter() - began:6.1f} s  {name}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...drafters.unrolled.configuration_eagle3 import Eagle3Config
-from .lines import EAGLE_IDS, NO_WINDOWS, ROPE, SOFT_CAP, before, eagle_config_ids, from_outputs, shape
+from .lines import EAGLE_IDS, NO_WINDOWS, ROPE, SOFT_CAP, eagle_config_ids, layer_ids, shape
 from .speculators import LAYERS, TARGET
 from .table import Entry, Fields, Given, Layout, same
 
@@ -60,14 +60,14 @@ def _as_llama(given: Given) -> Fields:
     return {**width, "num_hidden_layers": 1, "num_key_value_heads": given("num_key_value_heads") or heads}
 
 
-def target_layers(ids_in: Callable[[Given], list[Any]]) -> Entry:
+def target_layers(ids_in: Callable[[Given], Any]) -> Entry:
     """Return the line of what is read of the target: the mean over the streams of some layers, which most files do not
     name, and states of a width of their own or the drafter's."""
 
     def read(given: Given) -> Fields:
         ids, width = ids_in(given), given("target_hidden_size") or 0
         return {
-            "target_layer_ids": from_outputs(ids) or [1, 2, 3],
+            "target_layer_ids": ids or [1, 2, 3],
             "usual_layers": not ids,
             "target_hidden_size": width,
             "own_embedding": width not in (0, given("hidden_size")),
@@ -87,19 +87,12 @@ def draft_vocabulary(usual: Callable[[Given], int]) -> Entry:
     )
 
 
-def _ids(given: Given) -> list[Any]:
-    """Return the layers that are named, counted from 0, -1 for the embeddings; none if none is named."""
-    eagle, entering = eagle_config_ids(given), before(given.top.get(EAGLE_IDS) or ())
-    stated = [ids for ids in (eagle, given("target_layer_ids"), entering) if ids]
-    if any(ids != stated[0] for ids in stated):
-        raise ValueError(
-            f"{given.name} says twice which layers it reads, and not the same: `eagle_config` {eagle}, "
-            f"`target_layer_ids` {given('target_layer_ids')}, and `{EAGLE_IDS}` {given.top.get(EAGLE_IDS)}, which is "
-            "one more."
-        )
-    ids, count = stated[0] if stated else [], given("num_aux_hidden_states")
-    if count not in (None, len(ids) or 3):
-        raise ValueError(f"`num_aux_hidden_states` of {given.name} is {count!r}, but it reads {len(ids) or 3} layers.")
+def _ids(given: Given) -> Any:
+    at_top = (EAGLE_IDS, given.top.get(EAGLE_IDS), 1)
+    ids = layer_ids(given, eagle_config_ids(given), ("target_layer_ids", given("target_layer_ids"), 0), at_top)
+    reads, count = len(ids) if ids else 3, given("num_aux_hidden_states")
+    if count not in (None, reads):
+        raise ValueError(f"`num_aux_hidden_states` of {given.name} is {count!r}, but it reads {reads} layers.")
     return ids
 
 

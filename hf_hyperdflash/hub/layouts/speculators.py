@@ -3,9 +3,7 @@ so each id is one more than ours."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from .lines import (
@@ -21,6 +19,7 @@ from .lines import (
     layers_read,
     read_windows,
     shape,
+    vllm,
 )
 from .table import Entry, Fields, Given, Layout, always, inside, same, section
 from .zlab import BLOCK_SIZE, rename
@@ -92,9 +91,7 @@ def served(config: HyperDFlashConfig, folder: Path) -> str:
         return "vLLM reads DFlash 2 in z-lab's layout."
     if config.sequential_head in ("gated_markov", "recurrent"):
         return f"No engine is known to serve a {config.sequential_head!r} head: vLLM knows 'markov' alone."
-    speculative: dict[str, Any] = {"method": _algorithm(config), "model": str(folder)}
-    speculative["num_speculative_tokens"] = config.max_draft_tokens
-    command = f"vLLM: --speculative-config '{json.dumps(speculative)}'"
+    command = vllm(config, folder, _algorithm(config))
     if config.sliding_window is None:
         return command
     window = f"vLLM counts the window of {config.sliding_window} from each slot, not the anchor: drafts may differ."

@@ -122,7 +122,7 @@ def _compare(
             streamer = shown.side(title, way is drafted)
             model.generate(ids, streamer=streamer, **way)  # type: ignore[operator]
     if console.is_terminal and console.color_system:
-        console.print(legend(drafter.last_stats.written, console.color_system), soft_wrap=True)
+        console.print(legend(shown.drafter.last_stats.written, console.color_system), soft_wrap=True)
     alone, assisted = shown.sides
     note = _note(alone.tokens, assisted.tokens, settings["do_sample"], model.dtype)
     is_cut = len(alone.tokens) >= settings["max_new_tokens"]

@@ -260,7 +260,7 @@ def _compare(
         drafter = copy.deepcopy(loaded[each.path]) if each.learns else loaded[each.path]
         drafter.bind(model)
         usual = "Prompt lookup" if each.path == options.PROMPT_LOOKUP else title(drafter.config)
-        tried = [each.drafts or drafter.num_draft_tokens]
+        tried: list[Any] = [each.drafts or drafter.num_draft_tokens]
         if swept is not None:
             tried = swept or list(range(1, 1 + (drafter.max_draft_tokens or 6)))
         for count in tried:

@@ -41,7 +41,9 @@ class Words:
         has_gate = self.target_hc_mult > 1
         # The mean over one stream is itself.
         name = "fc" if getattr(self.config, "any_streams", False) and not has_gate else self.config.reducer
-        origin = "inherited from the target's `hc_head`" if has_gate else "learned from nothing, as the target has none"
+        origin = (
+            "inherited from the target's `hc_head`" if has_gate else "learned from nothing, as the target has none"
+        )
         return _REDUCERS[name].format(layers=self.layers, origin=origin)
 
     @property
@@ -61,9 +63,8 @@ class Words:
         if self.sequential_head == "none":
             return ""
         of = f", which chooses among the block's {count} best tokens" if (count := self.head_candidates) else ""
-        return (
-            f"Each draft knows the one before it through a `{self.sequential_head}` head of width {self.head_rank}{of}."
-        )
+        head = f"`{self.sequential_head}` head of width {self.head_rank}{of}"
+        return f"Each draft knows the one before it through a {head}."
 
     @property
     def confidence(self) -> str:

@@ -88,7 +88,8 @@ KINDS = (
         config_path="drafters.unrolled.configuration_specblock.SpecBlockConfig",
         drafts="up to {of.max_draft_tokens} tokens in {of.max_blocks} passes of {of.block_size}",
         sentences=(
-            "It is a SpecBlock drafter: passes of {of.block_size} draft positions that know their path{of.mechanisms}.",
+            "It is a SpecBlock drafter: passes of {of.block_size} draft positions that know their "
+            "path{of.mechanisms}.",
             "{of.reducer}",
         ),
         reads=("hub.layouts.specblock.LAYOUT",),

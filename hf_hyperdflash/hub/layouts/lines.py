@@ -287,7 +287,6 @@ def vllm(config: Any, folder: Any, method: str) -> str:
 def sglang(config: Any, folder: Any, method: str, more: str) -> str:
     """Return the options with which SGLang does, or why it does not."""
     if "partial_rotary_factor" in (config.rope_parameters or {}):
-        return (
-            "SGLang: rotates all of a drafter's heads, whatever `partial_rotary_factor` says: it would draft otherwise."
-        )
+        turned = "rotates all of a drafter's heads, whatever `partial_rotary_factor` says"
+        return f"SGLang: {turned}: it would draft otherwise."
     return f"SGLang: --speculative-algorithm {method} --speculative-draft-model-path {folder} {more}"

@@ -372,9 +372,9 @@ class Layout(NamedTuple):
 ROLES: dict[str, Any] = {"block_size": 5, "mask_token_id": 1}
 WRITE_ZLAB = partial(oracle_dflash.write_zlab, **ROLES)
 WRITE_SPECULATORS = partial(oracle_dflash.write_speculators, **ROLES)
-DEEPSPEC = partial(oracle_layouts.write_deepspec, layer_ids=[0, 2], **ROLES)
-SPECFORGE = partial(oracle_layouts.write_specforge, layer_ids=[0, 2], **ROLES)
-DSPARK = partial(oracle_layouts.write_speculators_dspark, layer_ids=[1, 3], **ROLES)
+DEEPSPEC = partial(oracle_layouts.write_dspark, layout="deepspec", layer_ids=[0, 2], **ROLES)
+SPECFORGE = partial(oracle_layouts.write_dspark, layout="specforge", layer_ids=[0, 2], **ROLES)
+DSPARK = partial(oracle_layouts.write_dspark, layout="speculators", layer_ids=[1, 3], **ROLES)
 DFLASH2 = partial(oracle_layouts.write_dflash2, layout="z-lab", layer_ids=[0, 2], **ROLES)
 DFLASH2_SPECULATORS = partial(oracle_layouts.write_dflash2, layout="speculators", layer_ids=[1, 3], **ROLES)
 BOTH, DSPARKS, SPECULATORS_ALONE = ("z-lab", "speculators"), ("speculators", "deepspec"), ("speculators",)

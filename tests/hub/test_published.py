@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,31 +12,17 @@ from hf_hyperdflash.hub.formats import FORMATS
 from hf_hyperdflash.hub.published import PUBLISHED, as_text, known_drafters
 
 from ..helpers.hub_server import HubServer, Repo
+from ..helpers.processes import python
 from .test_loading import written
 
 ROOT = Path(__file__).parents[2]
 TARGET = "Qwen/Qwen3-8B"
 
 
-@pytest.fixture
-def hub():
-    with HubServer() as server:
-        yield server
-
-
 def publish(hub: HubServer, name: str, files: dict[str, bytes], base: str = "") -> None:
     repo = hub.repos.setdefault(name, Repo(name, private=False))
     card = f"---\nbase_model: {base}\n---\n" if base else "A drafter."
-    repo.commit("refs/heads/main", None, "all", {"README.md": card.encode(), **files})
-
-
-def listed(environment: dict[str, str], *arguments: str) -> tuple[str, str]:
-    """What the command prints, and what it says beside that."""
-    code = f"import sys; sys.argv = ['hf-hyperdflash', 'drafters', *{arguments!r}]\n"
-    code += "from hf_hyperdflash.cli.app import run; run()"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stderr
-    return ran.stdout, ran.stderr
+    repo.commit("main", "all", {"README.md": card.encode(), **files})
 
 
 def test_the_table_is_that_of_the_page():
@@ -98,8 +82,34 @@ def test_offline_the_table_answers_and_says_so(offline):
 
 
 # Takes seconds: a command in a process of its own.
-def test_the_hub_is_asked_for_more(hub, tmp_path):
+def test_the_hub_is_asked_for_more(tmp_path):
     """By the tags of its targets, and by the names of those who publish drafters."""
+    with HubServer() as hub:
+        of_somebody(hub, tmp_path)
+        code = f"import sys; sys.argv = ['hf-hyperdflash', 'drafters', {TARGET!r}]\n"
+        code += "from hf_hyperdflash.cli.app import run; run()"
+        ran = python("-c", code, env={**hub.environment(tmp_path), "PYTHONPATH": str(ROOT)})
+    assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stderr
+    assert ran.stderr.splitlines()[-1] == "From the table of this release and from the Hub."
+    entries = dict(re.findall(r"^  (\S+): (.*\n.*)$", ran.stdout, re.MULTILINE))
+    assert len(entries) == len(known_drafters(TARGET)) + 6
+    year = next(iter(hub.repos.values())).find("main").date[:4]
+    for name in (*(f"somebody/{layout}-dflash" for layout in FORMATS[:2]), "RedHatAI/Qwen3-8B-z-lab-DFlash"):
+        about, line = entries[name].split("\n")
+        assert "DFlash" in about and " parameters, " in about and f", {year}-" in about, about
+        assert line.strip() == f'drafter = load_drafter("{name}", target=target)'
+    assert entries["z-lab/Qwen3-8B-DFlash-b16"].startswith("DFlash, z-lab, ")
+    gone = entries["weijiezz/SpecBlock-Qwen3-8B"].split("\n")  # it is not there: without size and date
+    assert gone[0] == "SpecBlock, its authors" and "not read: " in gone[1]
+    assert "not read: " in entries["nvidia/Qwen3-8B-Eagle"]
+    assert "EAGLE-1 or EAGLE-2" in entries["nvidia/Qwen3-8B-Eagle"]
+    assert "has no configuration that can be loaded" in entries["nvidia/Qwen3-8B-Eagle-of-several"]
+    asked = {path for method, path in hub.requests if "/resolve/" in path}
+    assert all(path.endswith("config.json") for path in asked)  # no weights
+
+
+def of_somebody(hub, tmp_path) -> None:
+    """What there is on the Hub: drafters of the target, of another, and what is none."""
     for layout in FORMATS[:2]:
         written(layout, tmp_path / layout)
         files = {path.name: path.read_bytes() for path in (tmp_path / layout).iterdir() if path.is_file()}
@@ -111,26 +121,3 @@ def test_the_hub_is_asked_for_more(hub, tmp_path):
     fields = {"model_type": "llama", "architectures": ["EagleModel"]}
     publish(hub, "nvidia/Qwen3-8B-Eagle", {"config.json": json.dumps(fields).encode()})
     publish(hub, "nvidia/Qwen3-8B-Eagle-of-several", {"inner/config.json": b"{}"})
-    printed, said = listed({**hub.environment(tmp_path), "PYTHONPATH": str(ROOT)}, TARGET)
-    assert said.splitlines()[-1] == "From the table of this release and from the Hub."
-    entries = dict(re.findall(r"^  (\S+): (.*\n.*)$", printed, re.MULTILINE))
-    assert len(entries) == len(known_drafters(TARGET)) + 6
-    year = next(iter(hub.repos.values())).find("main").date[:4]
-    for name in (*(f"somebody/{layout}-dflash" for layout in FORMATS[:2]), "RedHatAI/Qwen3-8B-z-lab-DFlash"):
-        about, python = entries[name].split("\n")
-        assert "DFlash" in about and " parameters, " in about and f", {year}-" in about, about
-        assert python.strip() == f'drafter = load_drafter("{name}", target=target)'
-    assert entries["z-lab/Qwen3-8B-DFlash-b16"].startswith("DFlash, z-lab, ")
-    assert (
-        "not read: " in entries["nvidia/Qwen3-8B-Eagle"] and "EAGLE-1 or EAGLE-2" in entries["nvidia/Qwen3-8B-Eagle"]
-    )
-    assert "has no configuration that can be loaded" in entries["nvidia/Qwen3-8B-Eagle-of-several"]
-    asked = {path for method, path in hub.requests if "/resolve/" in path}
-    assert all(path.endswith("config.json") for path in asked)  # no weights
-
-
-def test_a_table_entry_that_is_not_on_the_hub_is_listed_without_size(hub, tmp_path):
-    printed, _ = listed({**hub.environment(tmp_path), "PYTHONPATH": str(ROOT)}, TARGET)
-    entries = dict(re.findall(r"^  (\S+): (.*)\n", printed, re.MULTILINE))
-    assert entries.keys() == {drafter.name for drafter in known_drafters(TARGET)}
-    assert entries["z-lab/Qwen3-8B-DFlash-b16"] == "DFlash, z-lab"

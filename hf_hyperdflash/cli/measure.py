@@ -258,7 +258,6 @@ def _compare(
     methods = []
     for each in named:
         drafter = copy.deepcopy(loaded[each.path]) if each.learns else loaded[each.path]
-        drafter.bind(model)
         usual = "Prompt lookup" if each.path == options.PROMPT_LOOKUP else title(drafter.config)
         tried: list[Any] = [each.drafts or drafter.num_draft_tokens]
         if swept is not None:

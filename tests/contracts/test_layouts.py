@@ -171,7 +171,8 @@ def test_what_changes_drafts_is_refused(name, tmp_path):
         for section in {None, *SECTIONS} & {None, *fields}:
             inner = {field: value} if section is None else {section: {**fields[section], field: value}}
             (tmp_path / "config.json").write_text(json.dumps({**fields, **inner}))
-            Refusal(load_drafter, (f"`{field}`", repr(value), str(tmp_path))).check(tmp_path)
+            for read in (load_drafter, lambda folder: check_drafter(folder).config):
+                Refusal(read, (f"`{field}`", repr(value), str(tmp_path))).check(tmp_path)
 
 
 TENSORS = {

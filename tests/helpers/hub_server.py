@@ -10,17 +10,15 @@ import base64
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".onnx", ".parquet", ".zip")
 LFS_SIZE = 10_000_000
@@ -48,7 +46,6 @@ class Commit:
     sha: str
     title: str
     files: dict[str, bytes]
-    date: str
 
 
 @dataclass
@@ -62,8 +59,7 @@ class Repo:
     def commit(self, branch: str, title: str, files: dict[str, bytes]) -> Commit:
         made = sum(map(len, self.branches.values()))
         sha = hashlib.sha1(f"{self.id} {branch} {made}".encode()).hexdigest()
-        date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.000Z")
-        self.branches.setdefault(branch, []).append(Commit(sha, title, files, date))
+        self.branches.setdefault(branch, []).append(Commit(sha, title, files))
         return self.branches[branch][-1]
 
     def find(self, revision: str) -> Commit:
@@ -95,21 +91,6 @@ def file_info(path: str, data: bytes) -> dict[str, Any]:
         lfs = {"oid": sha256, "sha256": sha256, "size": len(data), "pointerSize": len(pointer)}
         info |= {"oid": git_oid(pointer), "lfs": lfs}
     return info
-
-
-def described(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The tags that a card's `base_model` lines give, and how many parameters the weights have."""
-    card = files.get("README.md", b"").decode(errors="replace")
-    bases = re.findall(r"^base_model: (\S+)$", card, re.MULTILINE)
-    tags = [tag for base in bases for tag in (f"base_model:{base}", f"base_model:finetune:{base}")]
-    count = 0
-    for path, data in files.items():
-        if path.endswith(".safetensors"):
-            with contextlib.suppress(ValueError):  # some tests store other bytes under such a name
-                header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-                shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-                count += sum(math.prod(shape) for shape in shapes)
-    return {"tags": tags, "safetensors": {"parameters": {"F32": count}, "total": count} if count else None}
 
 
 class HubServer:
@@ -162,7 +143,6 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     hub: HubServer
     is_known: bool  # whether the request has a token
-    query: dict[str, list[str]]
     body: bytes
 
     def handle(self) -> None:
@@ -172,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _handle(self) -> None:
         url = urlsplit(self.path)
         self.hub.requests.append((self.command, url.path))
-        self.query, self.body = parse_qs(url.query), self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
             with self.hub.lock:
                 result = self._dispatch("GET" if self.command == "HEAD" else self.command, url.path)
@@ -191,8 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         for allowed, pattern, function in ROUTES:
             if method == allowed and (match := pattern.fullmatch(path)):
                 return function(self, **{name: unquote(value) for name, value in match.groupdict().items()})
-        bare_name = re.fullmatch("/api/models/[^/]+(/(revision|tree)/.*)?|/[^/]+/resolve/.*", path)
-        raise HubError(404, "Not found", "RepoNotFound" if bare_name else None)
+        raise HubError(404, "Not found")
 
     def _send(self, reply: Reply) -> None:
         self.send_response(reply.status)
@@ -233,30 +212,9 @@ class _Handler(BaseHTTPRequestHandler):
     @route("GET", "/api/models/{repo}/revision/{rev}")
     def model_info(self, repo: str, rev: str = "main") -> Any:
         found = self._repo(repo)
-        commit, siblings = found.find(rev), []
-        for path, data in sorted(commit.files.items()):
-            info = file_info(path, data)
-            blob = {"size": info["size"], "blobId": info["oid"]} | ({"lfs": info["lfs"]} if "lfs" in info else {})
-            siblings.append({"rfilename": path} | (blob if "blobs" in self.query else {}))
-        about = {"id": repo, "modelId": repo, "author": repo.split("/")[0], "private": found.private, "gated": False}
-        return about | {"sha": commit.sha, **described(commit.files), "lastModified": commit.date,
-                        "siblings": siblings}  # fmt: skip
-
-    @route("GET", "/api/models")
-    def list_models(self) -> Any:
-        """By author, by part of the name and by tags, as the real Hub; of `expand` all, and one page."""
-        author, search = (self.query.get(name, [""])[0] for name in ("author", "search"))
-        listed = []
-        for repo in self.hub.repos.values():
-            about = self.model_info(repo.id)
-            is_asked = about["author"] == author or not author
-            if (
-                is_asked
-                and search.lower() in repo.id.lower()
-                and set(self.query.get("filter", [])) <= {*about["tags"]}
-            ):
-                listed.append(about)
-        return listed[: int(self.query.get("limit", ["1000"])[0])]
+        commit = found.find(rev)
+        siblings = [{"rfilename": path} for path in sorted(commit.files)]
+        return {"id": repo, "private": found.private, "sha": commit.sha, "siblings": siblings}
 
     @route("GET", "/api/models/{repo}/tree/{rev}")
     def tree(self, repo: str, rev: str) -> Any:

@@ -90,7 +90,7 @@ class SideBySide:
         shown = [side.rendered() for side in self.sides]
         grid = Table.grid(padding=(0, 2), expand=True)
         if self.console.is_terminal and self.console.width >= _TWO_COLUMNS:
-            for _ in range(2):
+            for _ in shown:
                 grid.add_column(ratio=1)
             grid.add_row(*shown)
         else:

@@ -79,14 +79,6 @@ def target_layers(ids_in: Callable[[Given], Any]) -> Entry:
     return Entry(("target_hidden_size",), read)
 
 
-def draft_vocabulary(usual: Callable[[Given], int]) -> Entry:
-    """Return the line of the tokens that can be drafted, with what a program takes where nothing is said."""
-    return Entry(
-        ("draft_vocab_size",),
-        lambda given: {"draft_vocab_size": given("draft_vocab_size") or usual(given)},
-    )
-
-
 def _ids(given: Given) -> Any:
     at_top = (EAGLE_IDS, given.top.get(EAGLE_IDS), 1)
     ids = layer_ids(given, eagle_config_ids(given), ("target_layer_ids", given("target_layer_ids"), 0), at_top)
@@ -94,10 +86,6 @@ def _ids(given: Given) -> Any:
     if count not in (None, reads):
         raise ValueError(f"`num_aux_hidden_states` of {given.name} is {count!r}, but it reads {reads} layers.")
     return ids
-
-
-def _flag(name: str) -> Entry:
-    return Entry((name,), lambda given: {name: bool(given(name))})
 
 
 def _rename(name: str) -> str | None:
@@ -126,10 +114,12 @@ _SHARED = (
     NO_WINDOWS,
     SOFT_CAP,
     target_layers(_ids),
-    draft_vocabulary(lambda given: given("vocab_size")),
+    Entry(
+        ("draft_vocab_size",), lambda given: {"draft_vocab_size": given("draft_vocab_size") or given("vocab_size")}
+    ),
     Entry((EAGLE_IDS,)),
-    _flag("norm_before_residual"),
-    _flag("fc_norm"),
+    same("norm_before_residual", "norm_before_residual", missing=False),
+    same("fc_norm", "fc_norm", missing=False),
 )
 FLAT = Layout(
     fits=lambda fields: (
@@ -171,8 +161,8 @@ SPECULATORS = Layout(
     table=(
         Entry(("speculators_model_type",)),
         *_SHARED,
-        _flag("norm_before_fc"),
-        _flag("norm_output"),
+        same("norm_before_fc", "norm_before_fc", missing=False),
+        same("norm_output", "norm_output", missing=False),
         Entry((), lambda given: {"qk_norm": given.layers.get("model_type") == "qwen3"}),
         TARGET,
         Entry(("final_logit_softcapping",), is_of_layers=True),  # or there

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,6 +204,41 @@ def test_a_dry_run_says_what_a_push_would_upload(folder, tmp_path, monkeypatch, 
     (card,) = (line for line in lines if "README.md" in line)
     assert ("(the folder's own)" if is_own else "(a new one; where the repository has a card, that stays)") in card
     assert (sizes["README.md"] == len("a card")) is is_own
+
+
+@pytest.mark.parametrize(("revision", "branches"), [(None, []), ("next", ["next"]), ("refs/pr/1", [])])
+def test_a_push_is_one_commit_of_what_is_ours(folder, monkeypatch, revision, branches):
+    """Whatever the Hub answers: here nothing leaves this process. A card that the repository has stays."""
+    made, uploaded = [], []
+
+    class Api:
+        def __init__(self, token):
+            assert token == "hf_token"
+
+        def create_repo(self, repo_id, private, exist_ok):
+            assert (repo_id, private, exist_ok) == ("org/name", True, True)
+            return SimpleNamespace(repo_id=repo_id)
+
+        def create_branch(self, repo_id, branch, exist_ok):
+            made.append(branch)
+            assert repo_id == "org/name" and exist_ok
+
+        def file_exists(self, repo_id, filename, revision):
+            return (repo_id, filename, revision) == ("org/name", "README.md", "next")
+
+        def upload_folder(self, *, folder_path, allow_patterns, **options):
+            assert not uploaded and all(Path(folder_path, name).is_file() for name in allow_patterns)
+            uploaded.append((set(allow_patterns), options))
+            return SimpleNamespace(commit_url="https://hub/org/name/commit/1")
+
+    monkeypatch.setattr("hf_hyperdflash.hub.publish.HfApi", Api)
+    asked = ["--private", "--create-pr", "--token", "hf_token", *(["--revision", revision] if revision else [])]
+    done = CliRunner().invoke(app, ["push", str(folder / "drafter"), "org/name", *asked])
+    assert done.stdout.endswith("https://hub/org/name/commit/1\n") and made == branches
+    ((names, options),) = uploaded
+    assert names == WHOLE - ({"README.md"} if revision == "next" else set())
+    about = {"commit_message": "Upload HyperDFlash drafter", "commit_description": None}
+    assert options == {"repo_id": "org/name", "revision": revision, "create_pr": True, **about}
 
 
 def test_a_drafter_of_another_kind_is_pushed_with_its_code():

@@ -111,6 +111,10 @@ class Hub:
         return ModelInfo(id=name, tags=tags, lastModified=f"{DAY}T01:02:03.000Z", **weights)
 
 
+def no_answer(*_, **options):
+    raise OSError("502")
+
+
 def test_the_hub_is_asked_for_more(tmp_path, monkeypatch, capsys):
     """By the tags of its targets, and by the names of those who publish drafters."""
     look = found.check_drafter
@@ -138,4 +142,7 @@ def test_the_hub_is_asked_for_more(tmp_path, monkeypatch, capsys):
     drafters(TARGET)
     printed, said = capsys.readouterr()
     assert printed.strip() == as_text(hub_drafters(TARGET, Hub())) and "and from the Hub" in said
+    monkeypatch.setattr(Hub, "list_models", no_answer)
+    drafters(TARGET)
+    assert capsys.readouterr().out.strip() == as_text(known_drafters(TARGET))
     assert "somebody/a-dflash: Vanilla DFlash, 12,345 parameters, 2026-10-02\n" in printed

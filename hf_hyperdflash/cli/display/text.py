@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 if TYPE_CHECKING:
     import torch
+
+    from ...decoding.stats import SpeculationStats
+    from ...drafters.base import Drafter
 
 BY_HEAD = "underlined: chosen by the head, the block alone holds another token more probable"
 
@@ -68,7 +71,7 @@ class PieceStreamer(BaseStreamer):
     writes alone; else its `last_stats` say who wrote a token, and which ones a head chose inside
     [`~decoding.stats.keep_trees`]."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, drafter: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, drafter: Drafter | None) -> None:
         self.drafter, self.tokens = drafter, list[int]()
         self._pieces, self._has_prompt = Pieces(tokenizer), False
 
@@ -88,9 +91,12 @@ class PieceStreamer(BaseStreamer):
         """Show the piece that a token completed, if it completed one."""
         raise NotImplementedError
 
+    @property
+    def stats(self) -> SpeculationStats | None:
+        return None if self.drafter is None else self.drafter.last_stats
+
     def _writer(self) -> tuple[int, bool]:
-        stats = None if self.drafter is None else self.drafter.last_stats
-        return (0, False) if stats is None else (stats.written[-1], stats.by_head[-1])
+        return (0, False) if self.stats is None else (self.stats.written[-1], self.stats.by_head[-1])
 
 
 def writer_name(position: int, by_head: bool = False) -> str:

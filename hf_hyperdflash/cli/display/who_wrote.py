@@ -49,7 +49,7 @@ class WhoWrote(PieceStreamer):
         self.line.clear()
 
     def show(self, piece: Piece | None) -> None:
-        stats, now = cast(SpeculationStats, self.drafter.last_stats), time.perf_counter()
+        stats, now = cast(SpeculationStats, self.stats), time.perf_counter()
         # The tokens of a round come at once: the speed is that of whole rounds after the first token, `stats.tokens`
         # the number of tokens of all earlier ones, which had all arrived with the token before.
         self._began = self._began or now
@@ -71,7 +71,7 @@ class WhoWrote(PieceStreamer):
         if not self.console.is_terminal or not self.console.color_system:  # no colours
             self.console.print()
             return
-        stats = cast(SpeculationStats, self.drafter.last_stats)
+        stats = cast(SpeculationStats, self.stats)
         shown = Text("\n\n").append_text(legend(stats.written, self.console.color_system))
         if any(stats.by_head):
             shown.append(f"  {BY_HEAD}", "not bold default")

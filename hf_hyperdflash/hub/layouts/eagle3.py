@@ -12,7 +12,6 @@ each id is one more than ours.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -60,7 +59,7 @@ def _as_llama(given: Given) -> Fields:
     return {**width, "num_hidden_layers": 1, "num_key_value_heads": given("num_key_value_heads") or heads}
 
 
-def target_layers(ids_in: Callable[[Given], Any]) -> Entry:
+def target_layers(ids_in: Callable[[Given], list[int] | None]) -> Entry:
     """Return the line of what is read of the target: the mean over the streams of some layers, which most files do not
     name, and states of a width of their own or the drafter's."""
 
@@ -79,7 +78,7 @@ def target_layers(ids_in: Callable[[Given], Any]) -> Entry:
     return Entry(("target_hidden_size",), read)
 
 
-def _ids(given: Given) -> Any:
+def _ids(given: Given) -> list[int] | None:
     at_top = (EAGLE_IDS, given.top.get(EAGLE_IDS), 1)
     ids = layer_ids(given, eagle_config_ids(given), ("target_layer_ids", given("target_layer_ids"), 0), at_top)
     reads, count = len(ids) if ids else 3, given("num_aux_hidden_states")
@@ -114,9 +113,7 @@ _SHARED = (
     NO_WINDOWS,
     SOFT_CAP,
     target_layers(_ids),
-    Entry(
-        ("draft_vocab_size",), lambda given: {"draft_vocab_size": given("draft_vocab_size") or given("vocab_size")}
-    ),
+    Entry(("draft_vocab_size",), lambda given: {"draft_vocab_size": given("draft_vocab_size") or given("vocab_size")}),
     Entry((EAGLE_IDS,)),
     same("norm_before_residual", "norm_before_residual", missing=False),
     same("fc_norm", "fc_norm", missing=False),

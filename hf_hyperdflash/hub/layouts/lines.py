@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.configuration import SPECIAL_TOKENS
 from ...drafters.parts.block_attention import FULL, SLIDING
 from ...targets.hooks import EMBEDDINGS
@@ -117,28 +119,28 @@ NO_WINDOWS = WINDOWS._replace(read=_refuse_windows)
 # What is read of the target
 
 
-def layer_ids(given: Given, *places: tuple[str, Any, int]) -> Any:
+def layer_ids(given: Given, *places: tuple[str, object, int]) -> list[int] | None:
     """Return the layers that a drafter reads, by ours: `places` are what fields of its config.json say, which must all
     be the same, and by how much they count more than the layer whose output is meant. `None` if none says anything;
     our configuration checks what they say."""
-    stated = [(name, ids, _counted_from(ids, offset)) for name, ids, offset in places if ids]
+    stated = []
+    for name, ids, offset in places:
+        layers = ids
+        if isinstance(ids, list):
+            counted = [i - offset if type(i) is int else i for i in ids]
+            layers = [EMBEDDINGS if i == -1 else i for i in counted]
+        if layers:
+            stated.append((name, ids, layers))
     if any(layers != stated[0][2] for _, _, layers in stated):
         told = ", ".join(f"`{name}` {ids}" for name, ids, _ in stated)
         raise ValueError(
             f"{given.name} says several times which layers it reads, and not the same: {told}, where `{EAGLE_IDS}` at "
             "the top level is one more."
         )
-    return stated[0][2] if stated else None
+    return cast("list[int]", stated[0][2]) if stated else None
 
 
-def _counted_from(ids: Any, offset: int) -> Any:
-    if not isinstance(ids, list):
-        return ids
-    counted = [i - offset if type(i) is int else i for i in ids]
-    return [EMBEDDINGS if i == -1 else i for i in counted]
-
-
-def eagle_config_ids(given: Given) -> tuple[str, Any, int]:
+def eagle_config_ids(given: Given) -> tuple[str, object, int]:
     """Return the layers that an `eagle_config` names, a place of [`layer_ids`]."""
     ids = given.inner.get(EAGLE_IDS)
     if any(type(i) is int and i < 0 for i in ids or ()):
@@ -253,11 +255,6 @@ DSPARK = Entry(
 )  # fmt: skip
 
 
-def is_dspark(config: Any) -> bool:
-    """Return whether a drafter has a part that DSpark has."""
-    return config.sequential_head in _MARKOV_HEADS.values() or config.confidence_head
-
-
 def _read_dflash2(given: Given) -> Fields:
     missing = [field for field in SELECTOR_FIELDS if not given(field)]
     if missing:
@@ -265,26 +262,28 @@ def _read_dflash2(given: Given) -> Fields:
     return {"sequential_head": "selector", **{ours: given(theirs) for ours, theirs in _SELECTOR.items()}}
 
 
-def _write_dflash2(config: Any) -> Fields:
-    fields = {theirs: getattr(config, ours) for ours, theirs in _SELECTOR.items()}
-    return {**fields, "selector_top_k": config.head_candidates or config.vocab_size}
+DFLASH2 = Entry(
+    SELECTOR_FIELDS,
+    _read_dflash2,
+    lambda config: {
+        **{theirs: getattr(config, ours) for ours, theirs in _SELECTOR.items()},
+        "selector_top_k": config.head_candidates or config.vocab_size,
+    },
+)
 
 
-DFLASH2 = Entry(SELECTOR_FIELDS, _read_dflash2, _write_dflash2)
-
-
-def is_dflash2(config: Any) -> bool:
+def is_dflash2(config: HyperDFlashConfig) -> bool:
     """Return whether a drafter has both parts that only DFlash 2 has."""
     return config.sequential_head == "selector" and bool(config.conv_kernel_size)
 
 
-def vllm(config: Any, folder: Any, method: str) -> str:
+def vllm(config: HyperDFlashConfig, folder: Path, method: str) -> str:
     """Return the option with which vLLM serves what is in a folder."""
     speculative = {"method": method, "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
     return f"vLLM: --speculative-config '{json.dumps(speculative)}'"
 
 
-def sglang(config: Any, folder: Any, method: str, more: str) -> str:
+def sglang(config: HyperDFlashConfig, folder: Path, method: str, more: str) -> str:
     """Return the options with which SGLang does, or why it does not."""
     if "partial_rotary_factor" in (config.rope_parameters or {}):
         turned = "rotates all of a drafter's heads, whatever `partial_rotary_factor` says"

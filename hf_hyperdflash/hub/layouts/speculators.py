@@ -15,7 +15,6 @@ from .lines import (
     STREAMS,
     WINDOWS,
     is_dflash2,
-    is_dspark,
     layers_read,
     read_windows,
     shape,
@@ -42,7 +41,8 @@ _DEFAULTS: dict[str, Fields] = {
 
 
 def _algorithm(config: HyperDFlashConfig) -> str:
-    return "dflash2" if is_dflash2(config) else "dspark" if is_dspark(config) else "dflash"
+    has_dsparks = DSPARK.write(config)["markov_rank"] or config.confidence_head
+    return "dflash2" if is_dflash2(config) else "dspark" if has_dsparks else "dflash"
 
 
 def _read_algorithm(given: Given) -> Fields:

@@ -15,6 +15,7 @@ from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.cli import options
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.cli.app import run as entry_point
+from hf_hyperdflash.cli.session import use_cache_if_offline, why_unreachable
 from hf_hyperdflash.decoding.request import MOST_NODES
 from hf_hyperdflash.training.features.fingerprint import changed_parts
 from hf_hyperdflash.training.script import main as train_main
@@ -288,6 +289,16 @@ def of_process(home, command, setup="", **more) -> list[str]:
 
 
 UNREACHABLE = "http://127.0.0.1:9"  # a port where nobody listens
+
+
+def test_what_is_not_here_is_looked_for_in_the_cache_alone(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("HF_ENDPOINT", UNREACHABLE)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    for names, is_offline in (((tmp_path, None, "prompt-lookup"), False), ((tmp_path, "org/name"), True)):
+        use_cache_if_offline(*names)
+        said = capsys.readouterr().err
+        assert os.environ["HF_HUB_OFFLINE"] == "1" * is_offline and bool(said) == is_offline
+    assert said.startswith(f"{UNREACHABLE} cannot be reached (") and why_unreachable() and "only" in said
 
 
 ASKING = [

@@ -120,7 +120,7 @@ def test_a_card_says_how_it_drafts_and_its_snippet_runs(target, tmp_path, kind):
 
 
 def test_the_training_record_fills_a_table(saved):
-    settings = {"dataset": ["zhaode/EagleChat:part", "mine.jsonl"], "learning_rate": 8e-4, "max_steps": -1,
+    settings = {"dataset": ["zhaode/EagleChat:part", "mine.jsonl"], "learning_rate": 8e-4, "max_steps": 0,
                 "num_train_epochs": 5, "kl_weight": None}  # fmt: skip
     (saved / "training.json").write_text(json.dumps({"settings": settings, "metrics": {"eval_tau": 2.345}}))
     card = drafter_card(saved, license="mit", tags=["more"], notes="On a *laptop*.", limits="None known.")

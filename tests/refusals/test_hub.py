@@ -135,6 +135,7 @@ TENSORS = [  # of a truncated vocabulary
     (set_to("d2t", lambda offsets: offsets[:-1]), ("20", "63")),
     (lambda tensors: tensors.pop("d2t"), ("20 of 64", "d2t")),
     (set_to("embed_tokens.weight", lambda rows: rows.flip(0)), ("embed_tokens.weight", "copy")),
+    (set_to("embed_tokens.weight", lambda rows: rows[:, :-1]), ("embed_tokens.weight", "copy")),
     (set_to("lm_head.weight", torch.zeros_like), ("lm_head.weight", "copy")),
 ]  # fmt: skip
 READ = {

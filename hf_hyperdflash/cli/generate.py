@@ -112,6 +112,7 @@ def _compare(
 ) -> None:
     """Show the answer of the target alone and the one with its drafter, and a table of both."""
     from .display.side_by_side import SideBySide
+    from .display.who_wrote import legend
 
     plain = {name: value for name, value in settings.items() if name != "tree_budget"}
     drafted = {**settings, "assistant_model": drafter}
@@ -121,7 +122,7 @@ def _compare(
             streamer = shown.side(title, way is drafted)
             model.generate(ids, streamer=streamer, **way)  # type: ignore[operator]
     if console.is_terminal and console.color_system:
-        console.print(shown.legend(), soft_wrap=True)
+        console.print(legend(shown.drafter.last_stats.written, console.color_system), soft_wrap=True)
     alone, assisted = shown.sides
     note = _note(alone.tokens, assisted.tokens, settings["do_sample"], model.dtype)
     is_cut = len(alone.tokens) >= settings["max_new_tokens"]

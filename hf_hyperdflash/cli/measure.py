@@ -18,11 +18,7 @@ from . import options
 from .session import Session, announce, check_writable, use_cache_if_offline, with_session
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
     from ..benchmark.runner import BenchmarkSettings
-    from ..drafters.base import Drafter
-    from ..training.trials import Local
 
 
 @with_session
@@ -175,22 +171,9 @@ def benchmark(
         return
     if concurrency:
         raise ValueError(f"`--concurrency` is {concurrency}, but only servers are asked so: add `--endpoint`.")
-    named = _parse_drafters(drafter, mtp or prompt_lookup)
-    requested = [(each.path, each.drafts) for each in named] + [(session.target, None)] * bool(mtp)
-    settings, model, tokenizer, loaded = _load(session, measured, requested, output)
-    from ..drafters.without_weights.prompt_lookup import PromptLookupDrafter
-    from ..hub.kinds import title
-
-    methods = []
-    if mtp:
-        own = loaded[session.target]
-        methods += [_method(model, title(own.config), own, count) for count in mtp]
-    methods += [_method(model, "Prompt lookup", PromptLookupDrafter(model), count) for count in prompt_lookup or ()]
-    for each in named:
-        name, assistant = _bound(each, model, loaded)
-        count = each.drafts or assistant.num_draft_tokens
-        methods.append(_method(model, name, assistant, count, each.nodes, each.learns))
-    _run(model, tokenizer, methods, settings, output)
+    named = [Named(None, count, None, False, session.target) for count in mtp or ()]
+    named += [Named(None, count, None, False, options.PROMPT_LOOKUP) for count in prompt_lookup or ()]
+    _compare(session, measured, [*named, *map(_parsed, drafter or ())], output)
 
 
 @with_session
@@ -206,20 +189,13 @@ def sweep(
 ) -> None:
     """Find the number of drafted tokens per round that is fastest on each suite. The target's own drafter (MTP or
     DSpark) is found where the target is: `--drafter TARGET`."""
-    named = _parse_drafters(drafter)
+    named = [_parsed(option) for option in drafter or ()]
     for each in named:
         if each.learns:
             raise ValueError(
                 f"`--drafter` has {each.name or each.path} (adaptive), but what learns cannot be swept: leave it out."
             )
-    requested = [(each.path, max(num_draft_tokens or (), default=each.drafts)) for each in named]
-    settings, model, tokenizer, loaded = _load(session, measured, requested, output)
-    methods = []
-    for each in named:
-        name, assistant = _bound(each, model, loaded)
-        counts = num_draft_tokens or range(1, 1 + (assistant.max_draft_tokens or 6))
-        methods += [_method(model, name, assistant, count, each.nodes) for count in counts]
-    results = _run(model, tokenizer, methods, settings, output)
+    results = _compare(session, measured, named, output, num_draft_tokens or [])
     from ..benchmark.report import print_fastest
 
     print_fastest(results)
@@ -238,33 +214,33 @@ class Named(NamedTuple):
 _NUMBERS = r"([^()]*?)\s*(?:\((auto|[0-9]+)(?:, (auto|[0-9]+) nodes)?(, adaptive)?\))?"
 
 
-def _parse_drafters(drafters: list[str] | None, others: Any = None) -> list[Named]:
-    if not drafters and not others:
+def _parsed(option: str) -> Named:
+    head, _, path = option.rpartition("=")
+    matched = re.fullmatch(_NUMBERS, head)
+    if not path or matched is None or ("=" in option and not matched[1]) or "0" in matched.groups():
+        raise ValueError(
+            f'`--drafter` is {option!r}, expected PATH, NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH", '
+            '"NAME (4, 16 nodes)=PATH" or "NAME (4, adaptive)=PATH" with at least 1 draft and 1 node.'
+        )
+    count, nodes = (int(parts) if parts and parts != "auto" else parts for parts in matched.groups()[1:3])
+    if matched[4] and path == options.PROMPT_LOOKUP:
+        raise ValueError(f"`--drafter` is {option!r}, but prompt lookup has no weights that could learn.")
+    if isinstance(nodes, int) and nodes > options.MOST_NODES:
+        raise ValueError(f"`--drafter` is {option!r}, expected at most {options.MOST_NODES} nodes, or auto.")
+    return Named(matched[1] or None, count, nodes, bool(matched[4]), path)
+
+
+def _compare(
+    session: Session, measured: Measured, named: list[Named], output: Path, swept: list[int] | None = None
+) -> Path:
+    """Run the target alone and with each drafter, write the report, print the tables, and return the file of results.
+    A sweep runs each with all of the `swept` numbers of drafts, or with all that it can if that is empty."""
+    if not named:
         raise ValueError("No method is given: expected --drafter, or another one that --help lists, to compare with.")
-    named = []
-    for option in drafters or ():
-        head, _, path = option.rpartition("=")
-        matched = re.fullmatch(_NUMBERS, head)
-        if not path or matched is None or ("=" in option and not matched[1]) or "0" in matched.groups():
-            raise ValueError(
-                f'`--drafter` is {option!r}, expected PATH, NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH", '
-                '"NAME (4, 16 nodes)=PATH" or "NAME (4, adaptive)=PATH" with at least 1 draft and 1 node.'
-            )
-        count, nodes = (int(parts) if parts and parts != "auto" else parts for parts in matched.groups()[1:3])
-        if matched[4] and path == options.PROMPT_LOOKUP:
-            raise ValueError(f"`--drafter` is {option!r}, but prompt lookup has no weights that could learn.")
-        if isinstance(nodes, int) and nodes > options.MOST_NODES:
-            raise ValueError(f"`--drafter` is {option!r}, expected at most {options.MOST_NODES} nodes, or auto.")
-        named.append(Named(matched[1] or None, count, nodes, bool(matched[4]), path))
-    return named
-
-
-def _load(
-    session: Session, measured: Measured, requested: list[tuple[str, int | str | None]], output: Path
-) -> tuple[BenchmarkSettings, PreTrainedModel, PreTrainedTokenizerBase, dict[str, Drafter]]:
-    """Load target, tokenizer and drafters. What a report cannot be written without is missed first, then errors in
-    folders are raised before suites are read, and maybe downloaded, and errors in suites before models are loaded."""
+    requested = [(each.path, max(swept or (), default=each.drafts)) for each in named]
     use_cache_if_offline(session.target, *(path for path, _ in requested), measured.data or "suites")
+    # What a report cannot be written without is missed first, then errors in folders are raised before suites are
+    # read, and maybe downloaded, and errors in suites before models are loaded.
     check_writable(output)
     announce("target", session.target)
     from ..benchmark.figures import import_matplotlib
@@ -273,38 +249,24 @@ def _load(
     settings = measured.settings()
     session.check(requested)
     settings.prompts()
-    return settings, *session.load([path for path, _ in requested])
-
-
-def _bound(named: Named, model: PreTrainedModel, loaded: dict[str, Drafter]) -> tuple[str, Drafter]:
-    """Return a drafter that is bound, one that learns as a copy, and its name in the tables."""
-    from ..hub.kinds import title
-
-    drafter = copy.deepcopy(loaded[named.path]) if named.learns else loaded[named.path]
-    drafter.bind(model)
-    usual = "Prompt lookup" if named.path == options.PROMPT_LOOKUP else title(drafter.config)
-    return named.name or usual, drafter
-
-
-def _method(
-    model: PreTrainedModel, name: str, drafter: Drafter, count: int | str, nodes: int | str | None = None,
-    learns: bool = False,
-) -> Local:  # fmt: skip
-    from ..training.trials import Local
-
-    parts = [str(count), f"{nodes} nodes" if nodes else "", "adaptive" if learns else ""]
-    asked = {"num_assistant_tokens": count, "tree_budget": nodes}
-    return Local(model, drafter, asked, f"{name} ({', '.join(filter(None, parts))})", learns)
-
-
-def _run(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, methods: list[Local], settings: BenchmarkSettings,
-    output: Path,
-) -> Path:  # fmt: skip
-    """Run the methods, write the report, print the tables, and return the file of results."""
+    model, tokenizer, loaded = session.load([path for path, _ in requested])
     from ..benchmark.report import print_results, write_report
     from ..benchmark.runner import run_benchmark
+    from ..hub.kinds import title
+    from ..training.trials import Local
 
+    methods = []
+    for each in named:
+        drafter = copy.deepcopy(loaded[each.path]) if each.learns else loaded[each.path]
+        usual = "Prompt lookup" if each.path == options.PROMPT_LOOKUP else title(drafter.config)
+        tried: list[Any] = [each.drafts or drafter.num_draft_tokens]
+        if swept is not None:
+            tried = swept or list(range(1, 1 + (drafter.max_draft_tokens or 6)))
+        for count in tried:
+            about = [str(count), f"{each.nodes} nodes" if each.nodes else "", "adaptive" if each.learns else ""]
+            asked = {"num_assistant_tokens": count, "tree_budget": each.nodes}
+            name = f"{each.name or usual} ({', '.join(filter(None, about))})"
+            methods.append(Local(model, drafter, asked, name, each.learns))
     results = run_benchmark(model, tokenizer, methods, settings, output / "results.jsonl")
     write_report(results, output)
     print_results(results)

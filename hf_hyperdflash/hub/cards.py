@@ -6,6 +6,7 @@ What is not known is left out. [`~benchmark.report.measured`] reads a benchmark 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -148,11 +149,7 @@ def _parameters(folder: Path) -> str | None:
     count = 0
     for shard in weight_files(folder):
         with safe_open(folder / shard, "pt") as file:
-            for name in file.keys():
-                size = 1
-                for width in file.get_slice(name).get_shape():
-                    size *= width
-                count += size
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
     return f"{count:,}" if count else None
 
 

@@ -115,8 +115,8 @@ def check_replaceable(folder: str | Path) -> None:
     """Raise a `ValueError` if a folder has a model that an export would replace and that is no export itself."""
     config = Path(folder, "config.json")
     fields = PreTrainedConfig.get_config_dict(folder)[0] if config.is_file() else {}
-    read_as = find(fields)
-    is_export = read_as is not None and read_as[1] is not None
+    found = find(fields, folder)
+    is_export = found is not None and found.layout is not None
     if not is_export and (fields or any(Path(folder).glob("*.safetensors"))):
         raise ValueError(
             f"{folder} has a model that is no export ({fields.get('model_type', 'no config.json')}), expected a "

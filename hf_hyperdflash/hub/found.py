@@ -75,15 +75,16 @@ def about_unknown(fields: Mapping[str, Any]) -> str:
     )
 
 
-def find(fields: dict[str, Any]) -> tuple[DrafterKind, Layout | None] | None:
-    """Return a drafter's kind, and its layout if another program wrote it, by a config.json; `None` if it is of none
-    that is read."""
+def find(fields: dict[str, Any], name: str | Path, hub_kwargs: HubOptions | None = None) -> Found | None:
+    """Return the drafter that a config.json is of; `None` if it is of none that is read."""
+    hub_kwargs = hub_kwargs or HubOptions()
     if kind := kind_in(fields):
-        return kind, None
+        return Found(name, kind, fields, hub_kwargs=hub_kwargs)
     if "hyperdflash_version" in fields or _kind_not_read(fields):
         return None
     layouts = ((kind, named(path)) for kind in KINDS for path in kind.reads)
-    return next(((kind, layout) for kind, layout in layouts if layout.fits(fields)), None)
+    read_as = next(((kind, layout) for kind, layout in layouts if layout.fits(fields)), None)
+    return Found(name, read_as[0], fields, read_as[1], hub_kwargs=hub_kwargs) if read_as else None
 
 
 def _kind_not_read(fields: dict[str, Any]) -> str:
@@ -120,14 +121,13 @@ def check_drafter(
     """Look at a drafter before it is loaded: one of `kinds` that this package saved, if some are given, or with
     `or_others` in another program's layout. Without `needs_weights` a configuration is enough."""
     fields = read_fields(name, "drafter", **hub_kwargs)
-    if read_as := find(fields):
-        found = Found(name, read_as[0], fields, read_as[1], hub_kwargs=hub_kwargs)
-    elif fields.get("model_type") == DeepseekV4Config.model_type:
+    found = find(fields, name, hub_kwargs)
+    if found is None and fields.get("model_type") == DeepseekV4Config.model_type:
         with readable(name):
             own = own_checkpoint(name, **hub_kwargs).drafter  # says what it has not
         kind = next(kind for kind in KINDS if kind.class_name == own)
         found = Found(name, kind, fields, is_targets_own=True, hub_kwargs=hub_kwargs)
-    else:
+    if found is None:
         raise ValueError(f"{name} is {_no_drafter(fields, name)}")
     if found.layout:
         check_not_quantized(fields, str(name), name)

@@ -119,12 +119,8 @@ def read_gguf_config(name: str, options: Options) -> PreTrainedConfig:
 
 @functools.lru_cache(maxsize=2)
 def _config_of(path: Path, _: int) -> PreTrainedConfig:
-    return cached(
-        path, "config",
-        read=lambda: AutoConfig.from_pretrained(path.parent, gguf_file=path.name),
-        load=AutoConfig.from_pretrained,
-        save=lambda config, folder: config.save_pretrained(folder),
-    )  # fmt: skip
+    read = functools.partial(AutoConfig.from_pretrained, path.parent, gguf_file=path.name)
+    return cached(path, "config", read, load=AutoConfig.from_pretrained)
 
 
 @contextmanager
@@ -163,17 +159,14 @@ def read_gguf_tokenizer(name: str, where: Options, options: Options) -> PreTrain
         kind: Any = TOKENIZER_MAPPING.get(type(read_gguf_config(name, where)), None) or PreTrainedTokenizerFast
         tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(name, **options)
         settle_tokenizer(tokenizer, name, where)
+        tokenizer.init_kwargs |= {own: getattr(tokenizer, own) for own in _OF_CLASS}  # to be saved with it
         return tokenizer
-
-    def save(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        tokenizer.init_kwargs |= {own: getattr(tokenizer, own) for own in _OF_CLASS}
-        tokenizer.save_pretrained(folder)
 
     def load(folder: Path) -> PreTrainedTokenizerBase:  # its own class might make tokens anew, by other rules
         tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder, **others)
         return tokenizer
 
-    return cached(gguf_path(name, where), "tokenizer", read, load, None if others else save)
+    return cached(gguf_path(name, where), "tokenizer", read, load, is_kept=not others)
 
 
 def settle_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, options: Options) -> None:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import transformers
 from filelock import FileLock, Timeout
 from huggingface_hub import constants
+from transformers import PreTrainedModel
 
 from ..version import __version__
 
@@ -34,11 +35,10 @@ def cached(
     part: str,
     read: Callable[[], Part],
     load: Callable[[Path], Part],
-    save: Callable[[Part, Path], Any] | None,
-    size: Callable[[Part], int] = lambda _: 0,
+    is_kept: bool = True,
 ) -> Part:
-    """Return a part of a GGUF file: loaded from its folder, or else read from the file and saved as a folder, unless
-    there is no `save`, or not twice the free space of `size`."""
+    """Return a part of a GGUF file, which `save_pretrained` saves: loaded from its folder, or else read from the file
+    and kept as a folder, unless there is not twice the free space that it takes."""
     if os.environ.get(SWITCH, "").upper() in ("0", "OFF", "NO", "FALSE"):
         return read()
     # The folder for this file as it is now, and for the versions of transformers and this package.
@@ -56,18 +56,19 @@ def cached(
             said = (str(error) or type(error).__name__).splitlines()[0]
             logger.warning("%s cannot be loaded (%.100s): %s is read again.", folder, said, path)
     found = read()
-    if save is not None:
+    if is_kept:
         try:
-            _keep(folder, functools.partial(save, found), size(found), is_damaged=is_there)
+            _keep(folder, found, is_damaged=is_there)
         except Exception as error:  # of the system, of safetensors, of a file system without locks
             _tell_not_kept(folder.parents[1], getattr(error, "strerror", None) or str(error))
     return found
 
 
-def _keep(folder: Path, save: Callable[[Path], Any], size: int, is_damaged: bool) -> None:
+def _keep(folder: Path, part: Any, is_damaged: bool) -> None:
     """Save a part where nobody sees it, then give it its name, and remove what there is of other versions. Another
     process that does the same for this file goes first."""
     version, place = folder.parent, folder.parents[1]
+    size = part.get_memory_footprint() if isinstance(part, PreTrainedModel) else 0
     version.mkdir(parents=True, exist_ok=True)
     if shutil.disk_usage(version).free < 2 * size:
         raise OSError(f"that takes {size / 1e6:,.0f} MB, and twice as many must be free")
@@ -83,7 +84,8 @@ def _keep(folder: Path, save: Callable[[Path], Any], size: int, is_damaged: bool
             if old.is_dir() and old != version:
                 shutil.rmtree(old, ignore_errors=True)
         try:
-            save(unfinished)
+            # A shard takes as much of the memory, too.
+            part.save_pretrained(unfinished, **({"max_shard_size": "5GB"} if size else {}))
             for file in unfinished.iterdir():
                 with file.open("rb+") as written:
                     os.fsync(written)  # or its name may reach the disk without its bytes

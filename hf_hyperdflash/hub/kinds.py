@@ -12,15 +12,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .descriptions import (
-    Description,
-    describe_block,
-    describe_dspark,
-    describe_eagle3,
-    describe_mtp,
-    describe_specblock,
-    title_block,
-)
+from .descriptions import Description, Words, title_block
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -36,11 +28,13 @@ class DrafterKind:
     model_type: str  # in the config.json that this package saves
     drafter_path: str  # its class, from the package on
     config_path: str
-    describe: Callable[[Any], Description]
+    drafts: str  # how many tokens, and in how many passes: a text of [`Words`], as the sentences
+    sentences: tuple[str, ...]  # how it drafts, and what it reads
     article: str = "a"  # before its name
     title: Callable[[Any], str] | None = None  # what tells it from others beside it, if its name does not
     reads: tuple[str, ...] = ()  # other programs' layouts; the first that fits a config.json counts
     known_as: tuple[str, ...] = ()  # the methods that these hold
+    shares_all: bool = True  # whether, with the target's whole vocabulary, it has no LM head of its own
     files: tuple[str, ...] = ()  # where they have weights beside `model.safetensors`; of a pickle no code is run
     writes: Mapping[str, str] = field(default_factory=dict)  # other programs' layouts, by their names
     trains: bool = False  # whether the trainer takes it
@@ -71,7 +65,8 @@ KINDS = (
         model_type="hyperdflash",
         drafter_path="drafters.blocks.modeling_hyperdflash.HyperDFlashDrafter",
         config_path="drafters.blocks.configuration_hyperdflash.HyperDFlashConfig",
-        describe=describe_block,
+        drafts="{of.max_draft_tokens} tokens in one pass",
+        sentences=("{of.reducer}", "{of.head}", "{of.confidence}"),
         title=title_block,
         reads=("hub.layouts.speculators.LAYOUT", "hub.layouts.zlab.DEEPSPEC", "hub.layouts.zlab.LAYOUT"),
         known_as=("DFlash", "DFlash 2", "DSpark"),
@@ -91,7 +86,12 @@ KINDS = (
         model_type="specblock",
         drafter_path="drafters.unrolled.modeling_specblock.SpecBlockDrafter",
         config_path="drafters.unrolled.configuration_specblock.SpecBlockConfig",
-        describe=describe_specblock,
+        drafts="up to {of.max_draft_tokens} tokens in {of.max_blocks} passes of {of.block_size}",
+        sentences=(
+            "It is a SpecBlock drafter: passes of {of.block_size} draft positions that know their "
+            "path{of.mechanisms}.",
+            "{of.reducer}",
+        ),
         reads=("hub.layouts.specblock.LAYOUT",),
         known_as=("SpecBlock",),
         trains=True,
@@ -104,7 +104,12 @@ KINDS = (
         model_type="eagle3",
         drafter_path="drafters.unrolled.modeling_eagle3.Eagle3Drafter",
         config_path="drafters.unrolled.configuration_eagle3.Eagle3Config",
-        describe=describe_eagle3,
+        drafts="up to {of.max_draft_tokens} tokens, a pass for each",
+        sentences=(
+            "It is an EAGLE-3 drafter: a pass drafts one token and goes on from its own state; its draft tree keeps "
+            "{of.tree_width} nodes of each level.",
+            "{of.reducer}",
+        ),
         reads=("hub.layouts.eagle3.FLAT", "hub.layouts.eagle3.SPECULATORS"),
         known_as=("EAGLE-3",),
         files=("pytorch_model.bin",),  # which SafeAILab's drafters are released as
@@ -117,11 +122,11 @@ KINDS = (
         model_type="medusa_heads",
         drafter_path="drafters.blocks.modeling_medusa.MedusaDrafter",
         config_path="drafters.blocks.modeling_medusa.MedusaConfig",
-        describe=lambda config: Description(
-            f"{config.medusa_num_heads} tokens in one pass",
-            ["It has Medusa heads on the target's last state, one for each draft, and none knows the other drafts."],
-            shares_all=False,
+        drafts="{of.medusa_num_heads} tokens in one pass",
+        sentences=(
+            "It has Medusa heads on the target's last state, one for each draft, and none knows the other drafts.",
         ),
+        shares_all=False,
         reads=("hub.layouts.medusa.LAYOUT",),
         known_as=("Medusa",),
         files=("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
@@ -133,7 +138,8 @@ KINDS = (
         model_type="deepseek_v4_mtp",
         drafter_path="drafters.deepseek_v4.modeling_mtp.DeepseekV4MTPDrafter",
         config_path="drafters.deepseek_v4.configuration_mtp.DeepseekV4MTPConfig",
-        describe=describe_mtp,
+        drafts="as many tokens as are asked for (3 if not said), a pass for each",
+        sentences=("It is DeepSeek-V4's own multi-token-prediction block, on the target's pre-collapse residual.",),
         why_not_served="is read from its target's checkpoint, which {engine} drafts with by itself",
     ),
     DrafterKind(
@@ -141,7 +147,12 @@ KINDS = (
         model_type="deepseek_v4_dspark",
         drafter_path="drafters.deepseek_v4.modeling_dspark.DeepseekV4DSparkDrafter",
         config_path="drafters.deepseek_v4.configuration_dspark.DeepseekV4DSparkConfig",
-        describe=describe_dspark,
+        drafts="{of.max_draft_tokens} tokens in one pass",
+        sentences=(
+            "It is DeepSeek-V4's DSpark drafter: {of.num_hidden_layers} V4 blocks over the mean of {of.layers}, each "
+            "draft knowing the one before it through a Markov head of rank {of.head_rank}.",
+            "{of.confidence}",
+        ),
         trains=True,
         why_not_served="is read from its target's checkpoint, which {engine} drafts with by itself",
     ),
@@ -165,7 +176,10 @@ def kind_of(config: PreTrainedConfig) -> DrafterKind | None:
 def describe(config: PreTrainedConfig) -> Description:
     """Describe a drafter in words, by its configuration."""
     if kind := kind_of(config):
-        return kind.describe(config)
+        words = Words(config)
+        told = [sentence.format(of=words) for sentence in kind.sentences]
+        has_own = getattr(config, "own_embedding", False) or getattr(config, "draft_vocab_size", 0)
+        return Description(kind.drafts.format(of=words), list(filter(None, told)), kind.shares_all and not has_own)
     name = config.model_type
     article = "an" if name[:1] in tuple("aeiou") else "a"
     return Description(

@@ -134,17 +134,11 @@ def _load_from_gguf(name: str, where: dict[str, Any], options: dict[str, Any]) -
         others = {option: options[option] for option in options.keys() - {*_WHERE, "quantization_config"}}
         return _load_with(AutoConfig.from_pretrained(folder), folder, others)
 
-    def save(target: PreTrainedModel, folder: Path) -> None:
-        target.save_pretrained(folder, max_shard_size="5GB")  # which a shard takes of the memory, too
-
     if isinstance(dtype, dict):
         target = read()
     else:
         is_as_read = options.keys() <= {*_WHERE, *_NOT_SAVED}
-        target = cached(
-            gguf_path(name, where), str(dtype).removeprefix("torch."), read, load, save if is_as_read else None,
-            size=lambda target: target.get_memory_footprint(),
-        )  # fmt: skip
+        target = cached(gguf_path(name, where), str(dtype).removeprefix("torch."), read, load, is_as_read)
     target.config._name_or_path = str(Path(name, where["gguf_file"]))
     return target
 
@@ -271,9 +265,8 @@ def check_target(name: str, **hub_kwargs: Unpack[HubOptions]) -> None:
         check_gguf(name, hub_kwargs["gguf_file"])
         return
     fields = read_fields(name, "target", **hub_kwargs)
-    if found := find(fields):
-        what = Found(name, found[0], fields, found[1])
-        raise ValueError(f"{name} is {what}, expected the target that it drafts for: give it as the drafter.")
+    if found := find(fields, name):
+        raise ValueError(f"{name} is {found}, expected the target that it drafts for: give it as the drafter.")
     if unread := unsupported_kind(fields, name):
         raise ValueError(
             f"{name} is a drafter of a kind that is not read ({unread}), expected the target that it drafts for."

@@ -92,8 +92,8 @@ def _gather(
     drafter.save_pretrained(folder, max_shard_size=max_shard_size)
     source = Path(drafter.name_or_path or "")
     if drafter.name_or_path and source.is_dir():
-        found = find(PreTrainedConfig.get_config_dict(source)[0])
-        is_foreign = found is not None and found[1] is not None  # then its card is about another program's file
+        found = find(PreTrainedConfig.get_config_dict(source)[0], source)
+        is_foreign = found is not None and found.layout is not None  # then its card is about another program's file
         for name in set() if is_foreign else set(_FROM_ITS_FOLDER) & set(drafter_files(source)):
             shutil.copyfile(source / name, folder / name)
     card = folder / "README.md"

@@ -15,6 +15,7 @@ from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.cli import options
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.cli.app import run as entry_point
+from hf_hyperdflash.cli.session import use_cache_if_offline, why_unreachable
 from hf_hyperdflash.decoding.request import MOST_NODES
 from hf_hyperdflash.training.features.fingerprint import changed_parts
 from hf_hyperdflash.training.script import main as train_main
@@ -54,22 +55,38 @@ def explains(monkeypatch, helps: dict[str, str], *command):
         assert help and help in line, name
 
 
-def test_benchmark_writes_results_and_report(monkeypatch, capsys, data, tmp_path):
-    out = tmp_path / "out"
-    printed = run(
-        "benchmark", "--target", TARGET, "--drafter", DRAFTER, "--drafter", f"Mine (2)={DRAFTER}", "--mtp", 3,
-        "--mtp", 1, "--prompt-lookup", 4, "--suite", "gsm8k", "--data", data, "--limit", 1,
-        "--max-new-tokens", 10, "--drafter", f"Tree (3, 9 nodes)={DRAFTER}", "--drafter", f"Mine (auto)={DRAFTER}",
-        "--drafter", f"Tree (auto, auto nodes)={DRAFTER}", "--drafter", f"Learns (2, adaptive)={DRAFTER}",
-        "--output", out,
-    )  # fmt: skip
+@pytest.fixture
+def measured(data, tmp_path):
+    return ["--suite", "gsm8k", "--data", data, "--limit", 1, "--output", tmp_path / "out"]
+
+
+def results_in(folder) -> tuple[list[str], list[dict]]:
+    """The names of the methods that were compared, and the results."""
+    first, *lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    assert {line["method"] for line in lines} == {*first["run"]["methods"]}
+    assert all(line["identical"] in (None, True) for line in lines)
+    return list(first["run"]["methods"]), lines
+
+
+def test_benchmark_writes_results_and_report(monkeypatch, capsys, measured, tmp_path):
+    out, target = tmp_path / "out", hf_hyperdflash.load_target(TARGET, dtype="float32")
+    for kind in ("specblock", "eagle3"):  # which are called what they are
+        unrolled(kind, target).save_pretrained(tmp_path / kind)
+    drafters = [
+        DRAFTER, f"Mine (2)={DRAFTER}", f"Tree (3, 9 nodes)={DRAFTER}", f"Mine (auto)={DRAFTER}",
+        f"Tree (auto, auto nodes)={DRAFTER}", f"Learns (2, adaptive)={DRAFTER}", tmp_path / "specblock",
+        tmp_path / "eagle3", "prompt-lookup", "Mine (4, 8 nodes)=prompt-lookup",
+    ]  # fmt: skip
+    printed = run("benchmark", "--target", TARGET, "--mtp", 3, "--mtp", 1, "--prompt-lookup", 4, *measured,
+                  "--max-new-tokens", 10, *(part for each in drafters for part in ("--drafter", each)))  # fmt: skip
     assert str(out / "report.md") in printed and "Non-think, temperature 0" in printed and "GSM8K" in printed
-    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    names = ["Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", f"{NAME} (8)", "Mine (2)", "Tree (3, 9 nodes)",
-             "Mine (auto)", "Tree (auto, auto nodes)", "Learns (2, adaptive)"]  # fmt: skip
-    assert list(lines[0]["run"]["methods"]) == names and {line["method"] for line in lines[1:]} == set(names)
-    assert {line["identical"] for line in lines[1:]} == {None, True}
-    drafted = {line["method"]: line["draft_positions"] for line in lines[1:]}
+    names, lines = results_in(out)
+    assert names == [
+        "Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", f"{NAME} (8)", "Mine (2)", "Tree (3, 9 nodes)",
+        "Mine (auto)", "Tree (auto, auto nodes)", "Learns (2, adaptive)", "SpecBlock (8)", "EAGLE-3 (7)",
+        "Prompt lookup (10)", "Mine (4, 8 nodes)",
+    ]  # fmt: skip
+    drafted = {line["method"]: line["draft_positions"] for line in lines}
     assert drafted["Mine (2)"] == 2 and drafted["MTP (1)"] == 1 and 1 <= drafted["Tree (3, 9 nodes)"] <= 3
     report = (out / "report.md").read_text()
     assert "tiny-deepseek-v4" in report and all(name in report for name in names[1:])
@@ -112,51 +129,32 @@ def with_dspark(folder: Path) -> Path:
     return folder
 
 
-def test_a_target_is_compared_with_whichever_drafter_it_carries(monkeypatch, capsys, data, tmp_path):
-    target, out = with_dspark(tmp_path / "july"), tmp_path / "out"
-    command = ["--target", target, "--suite", "gsm8k", "--data", data, "--limit", 1, "--output", out]
-    run("benchmark", *command, "--mtp", 2, "--max-new-tokens", 8)
-    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    assert list(lines[0]["run"]["methods"]) == ["Target only", "DSpark (2)"]
-    (drafted,) = (line for line in lines[1:] if line["method"] == "DSpark (2)")
-    assert drafted["identical"] and drafted["draft_positions"] == 2
-    code, said = ended(monkeypatch, capsys, "benchmark", *command, "--mtp", 6)
+def test_a_target_is_compared_with_whichever_drafter_it_carries(monkeypatch, capsys, measured, tmp_path):
+    target = with_dspark(tmp_path / "july")
+    command = ["benchmark", "--target", target, *measured, "--max-new-tokens", 8, "--mtp"]
+    run(*command, 2)
+    names, lines = results_in(tmp_path / "out")
+    assert names == ["Target only", "DSpark (2)"] and lines[-1]["draft_positions"] == 2
+    code, said = ended(monkeypatch, capsys, *command, 6)
     assert code == 1 and "6 tokens" in said[-1] and "from 1 to 5" in said[-1]
     printed = run("generate", "--target", target, "--drafter", target, "--max-new-tokens", 8, "What is 3 plus 4?")
     assert "tau" in printed
 
 
-def test_a_drafter_without_a_name_is_called_what_it_is(data, tmp_path):
-    given, target = [], hf_hyperdflash.load_target(TARGET, dtype="float32")
-    for kind in ("specblock", "eagle3"):
-        unrolled(kind, target).save_pretrained(tmp_path / kind)
-        given += ["--drafter", tmp_path / kind]
-    out = tmp_path / "out"
-    run("benchmark", "--target", TARGET, *given, "--suite", "gsm8k", "--data", data, "--limit", 1,
-        "--max-new-tokens", 4, "--output", out)  # fmt: skip
-    first = json.loads((out / "results.jsonl").read_text().splitlines()[0])
-    assert list(first["run"]["methods"]) == ["Target only", "SpecBlock (8)", "EAGLE-3 (7)"]
+@pytest.mark.parametrize("counts", [[2, 5], []])
+def test_sweep_recommends_a_number_of_drafts(measured, tmp_path, counts):
+    asked = [part for count in counts for part in ("--num-draft-tokens", count)]
+    printed = run("sweep", "--target", TARGET, "--drafter", DRAFTER, "--drafter", TARGET, *asked, *measured,
+                  "--max-new-tokens", 12 if counts else 4)  # fmt: skip
+    assert "The fastest on each suite" in printed and (f"{NAME} (5)" in printed or not counts)
+    names, _ = results_in(tmp_path / "out")
+    tried = {NAME: counts or range(1, 9), "MTP": counts or range(1, 7)}
+    assert names == ["Target only", *(f"{name} ({count})" for name in tried for count in tried[name])]
 
 
-def test_sweep_recommends_a_number_of_drafts(data, tmp_path):
-    printed = run(
-        "sweep", "--target", TARGET, "--drafter", DRAFTER, "--drafter", TARGET, "--num-draft-tokens", 2,
-        "--num-draft-tokens", 5, "--suite", "gsm8k", "--data", data, "--limit", 1, "--max-new-tokens", 12,
-        "--output", tmp_path / "out",
-    )  # fmt: skip
-    assert "The fastest on each suite" in printed and f"{NAME} (5)" in printed
-    run_facts = json.loads((tmp_path / "out" / "results.jsonl").read_text().splitlines()[0])["run"]
-    assert list(run_facts["methods"]) == ["Target only", f"{NAME} (2)", f"{NAME} (5)", "MTP (2)", "MTP (5)"]
-
-
-@pytest.fixture
-def confident(tmp_path):
-    """The shipped drafter, which has a confidence head, to be written to."""
-    shutil.copytree(DRAFTER, tmp_path / "confident")
-    return tmp_path / "confident"
-
-
-def test_calibrate_writes_temperatures_and_a_report(monkeypatch, confident, tmp_path):
+def test_calibrate_writes_temperatures_and_a_report(monkeypatch, tmp_path):
+    """The shipped drafter has a confidence head."""
+    confident = shutil.copytree(DRAFTER, tmp_path / "confident")
     monkeypatch.setattr("hf_hyperdflash.benchmark.calibration.LEAST_ROUNDS", 2)
     rows = [{"turns": ["What is 3 plus 4?"]}, {"question": "What is 2 times 8?", "answer": "16"}, {"turns": ["Hi!"]}]
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -171,67 +169,46 @@ def test_calibrate_writes_temperatures_and_a_report(monkeypatch, confident, tmp_
     temperatures = after["confidence_temperatures"]
     assert len(temperatures) == 8 and after == before | {"confidence_temperatures": temperatures}
     assert str(temperatures) in printed and "Error" in printed and str(tmp_path / "out" / "calibration.md") in printed
-    facts = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    again, facts = (json.loads((tmp_path / name / "calibration.json").read_text()) for name in ("first", "out"))
     assert facts["temperatures"] == temperatures and facts["rounds"][1] == facts["through"][0]["after"]["total"]
-    settings = facts["settings"]
-    assert settings["data"] == "held_out.jsonl" and settings["drafter"] == "confident" and settings["prompts"] == 2
-    assert (settings["max_new_tokens"], settings["temperature"], settings["seed"]) == (14, 0.8, 3)
-    again = json.loads((tmp_path / "first" / "calibration.json").read_text())
+    settings = {"data": "held_out.jsonl", "drafter": "confident", "prompts": 2, "max_new_tokens": 14,
+                "temperature": 0.8, "seed": 3}  # fmt: skip
+    assert settings.items() <= facts["settings"].items()
     assert all(again[name] == facts[name] for name in ("temperatures", "rounds", "through", "given"))
     assert all((tmp_path / "out" / name).stat().st_size > 500 for name in ("calibration.md", "reliability.png"))
 
 
 @pytest.mark.nightly  # a process that imports everything
-def test_a_missing_library_is_told_with_its_extra(tmp_path):
-    """In a process that cannot import `datasets`."""
-    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
-    arguments = [
-        "train",
-        "--target",
-        TARGET,
-        "--dataset",
-        str(tmp_path / "chats.jsonl"),
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
-    code = f"""
-import sys
-sys.modules["datasets"] = None
-from hf_hyperdflash.cli.app import run
-sys.argv = ["hf-hyperdflash", *{arguments!r}]
-run()
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert 'pip install "hf-hyperdflash[train]".' in result.stderr.splitlines()[-1], result.stderr
-
-
-@pytest.mark.nightly  # a process that imports everything
-def test_what_is_loaded_is_said_before_anything_heavy_is_imported():
+def test_what_is_loaded_is_said_before_anything_heavy_is_imported(tmp_path):
     code = """
 import sys
-from hf_hyperdflash.cli.app import run
-sys.argv = ["hf-hyperdflash", "generate", "--target", "no/where/at", "--drafter", "x", "hi"]
 write = sys.stderr.write
-def watched(text):
-    write(f"{'torch' in sys.modules} {text}" if text.strip() else text)
-sys.stderr.write = watched
-run()
+sys.stderr.write = lambda text: write(f"{'torch' in sys.modules} {text}" if text.strip() else text)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    first, *_, last = result.stderr.splitlines()
-    assert first == "False Loading the target no/where/at ..." and result.returncode == 1
-    assert "Error: The folder no/where/at does not exist" in last and "Traceback" not in result.stderr
+    said = of_process(tmp_path, ["generate", "--target", "no/where/at", "--drafter", "x", "hi"], code)
+    assert said[0] == "False Loading the target no/where/at ..." and "Error: The folder no/where/at" in said[-1]
 
 
-@pytest.mark.parametrize(("command", "said"), [("benchmark", "goes on"), ("train", "--resume_from_checkpoint")])
-def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys, command, said):
-    def stopped(**_):
-        raise KeyboardInterrupt
+FAILURES = [  # a command, what it ends in, the exit status, and what is said
+    ("benchmark", KeyboardInterrupt(), 130, "Stopped. The same command goes on where it stopped."),
+    ("train", KeyboardInterrupt(), 130, "Stopped. The same command with --resume_from_checkpoint True"),
+    ("generate", KeyboardInterrupt(), 130, "Stopped."),
+    ("train", ModuleNotFoundError("No datasets", name="datasets"), 1,
+     'Error: No datasets: pip install "hf-hyperdflash[train]".'),
+    ("train", ModuleNotFoundError("No owl", name="owl"), 1, "Error: No owl"),
+    ("card", IsADirectoryError(21, "Is a directory", "README.md"), 1, "Error: README.md: Is a directory."),
+    ("card", OSError("no\nnetwork"), 1, "Error: no network"), ("card", ImportError("torch"), 1, "Error: torch"),
+]  # fmt: skip
 
-    monkeypatch.setattr("hf_hyperdflash.cli.app.app", stopped)
-    code, lines = ended(monkeypatch, capsys, command)
-    assert code == 130 and lines == [lines[0]] and lines[0].startswith("Stopped. ") and said in lines[0]
+
+@pytest.mark.parametrize(("command", "error", "status", "said"), FAILURES, ids=str)
+def test_what_a_command_ends_in_is_one_line(monkeypatch, capsys, command, error, status, said):
+    def ending(**_):
+        raise error
+
+    monkeypatch.setattr("hf_hyperdflash.cli.app.app", ending)
+    code, (line,) = ended(monkeypatch, capsys, command)
+    assert code == status and line.startswith(said) and (line == said or "goes on" in line)
 
 
 def test_the_short_help_is_the_long_one():
@@ -275,16 +252,14 @@ def test_other_families_are_loaded_by_name(monkeypatch, capsys, tmp_path, family
     shown = run("generate", *pair, "--show", "what is 2?")
     assert "verification rounds" in shown and "draft 1" not in shown  # piped: without colours, and their names
     rows = [
-        {"messages": [{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": f"it is {i}."}]}
-        for i in range(12)
+        {"messages": [{"role": role, "content": f"it is {i}"} for role in ("user", "assistant")]} for i in range(9)
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    arguments = [
-        "--target", pair[1], "--dataset", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "trained", "--layers", 1,
-        "--intermediate_size", 24, "--max_steps", 2, "--eval_rows", 2, "--eval_prompts", 1,
-        "--eval_max_new_tokens", 4, "--report_to", "none", "--use_cpu", *(["--trust_remote_code"] if flags else []),
-    ]  # fmt: skip
-    train_main(list(map(str, arguments)))
+    train_main([
+        "--target", str(pair[1]), "--dataset", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "trained"),
+        *"--layers 1 --intermediate_size 24 --max_steps 2 --eval_rows 2 --eval_prompts 1".split(),
+        *"--eval_max_new_tokens 4 --report_to none --use_cpu".split(), *(["--trust_remote_code"] if flags else []),
+    ])  # fmt: skip
     config = HyperDFlashDrafter.from_pretrained(tmp_path / "trained").config
     assert config.intermediate_size == 24 and changed_parts(config.target_fingerprint, target) == []
     if flags:
@@ -292,54 +267,54 @@ def test_other_families_are_loaded_by_name(monkeypatch, capsys, tmp_path, family
         assert code == 1 and "trust_remote_code" in said[-1]
 
 
-@pytest.mark.nightly  # every command runs whole
-def test_prompt_lookup_is_a_drafter_of_every_command(data, tmp_path):
-    printed = run("generate", "--target", TARGET, "--drafter", "prompt-lookup", "--num-draft-tokens", 3,
-                  "--max-new-tokens", 8, "What is 3 plus 4?")  # fmt: skip
-    assert "verification round" in printed and "tau" in printed
-    diagnosed = run("doctor", "--target", TARGET, "--drafter", "prompt-lookup", "--quick", "--max-new-tokens", 8)
+@pytest.mark.nightly  # whole commands
+def test_prompt_lookup_is_a_drafter_of_every_command():
+    pair = ["--target", TARGET, "--drafter", "prompt-lookup", "--max-new-tokens", 8]
+    assert "verification round" in run("generate", *pair, "--num-draft-tokens", 3, "What is 3 plus 4?")
+    diagnosed = run("doctor", *pair, "--quick")
     assert "drafter: PromptLookupDrafter, which has no weights" in diagnosed and "Problems found." not in diagnosed
     assert "4 of 4 greedy texts are the target's own" in diagnosed
-    measured = ["--target", TARGET, "--suite", "gsm8k", "--data", data, "--limit", 1, "--max-new-tokens", 8]
-    run("benchmark", *measured, "--drafter", "prompt-lookup", "--drafter", "Mine (4, 8 nodes)=prompt-lookup",
-        "--output", tmp_path / "out")  # fmt: skip
-    lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert list(lines[0]["run"]["methods"]) == ["Target only", "Prompt lookup (10)", "Mine (4, 8 nodes)"]
-    assert all(line["identical"] in (None, True) for line in lines[1:])
+
+
+def of_process(home, command, setup="", **more) -> list[str]:
+    """What a command says in a process of its own that ends badly."""
+    environment = {**os.environ, "HF_HOME": str(home), "PYTHONPATH": os.getcwd(), **more}
+    code = f"{setup}\nimport sys; sys.argv = ['hf-hyperdflash', *{command!r}]\n"
+    code += "from hf_hyperdflash.cli.app import run; run()"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment, cwd=home
+    )
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    return result.stderr.splitlines()
 
 
 UNREACHABLE = "http://127.0.0.1:9"  # a port where nobody listens
 
 
+def test_what_is_not_here_is_looked_for_in_the_cache_alone(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("HF_ENDPOINT", UNREACHABLE)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    for names, is_offline in (((tmp_path, None, "prompt-lookup"), False), ((tmp_path, "org/name"), True)):
+        use_cache_if_offline(*names)
+        said = capsys.readouterr().err
+        assert os.environ["HF_HUB_OFFLINE"] == "1" * is_offline and bool(said) == is_offline
+    assert said.startswith(f"{UNREACHABLE} cannot be reached (") and why_unreachable() and "only" in said
+
+
+ASKING = [
+    (["generate", "--target", "org/name", "--drafter", "prompt-lookup", "hi"], "org/name"),
+    (["doctor", "--target", TARGET, "--drafter", "org/name"], "org/name"),
+    (["benchmark", "--target", TARGET, "--drafter", DRAFTER, "--suite", "gsm8k", "--output", "out"], "'gsm8k'"),
+    (["train", "--target", TARGET, "--output_dir", "out", "--layers", "1"], "zhaode/EagleChat"),
+]
+
+
 # Takes seconds: a command in a process of its own.
-@pytest.mark.parametrize(
-    ("command", "missing"),
-    mostly_nightly(
-        [
-            (
-                ["generate", "--target", "org/name", "--drafter", "prompt-lookup", "hi"],
-                "The folder org/name does not exist",
-            ),
-            (["doctor", "--target", TARGET, "--drafter", "org/name"], "The folder org/name does not exist"),
-            (
-                ["benchmark", "--target", TARGET, "--drafter", DRAFTER, "--suite", "gsm8k", "--output", "out"],
-                "'gsm8k'",
-            ),
-            (["train", "--target", TARGET, "--output_dir", "out", "--layers", "1"], "zhaode/EagleChat"),
-        ]
-    ),
-)
+@pytest.mark.parametrize(("command", "missing"), mostly_nightly(ASKING))
 def test_without_a_network_the_hub_is_asked_once(tmp_path, command, missing):
-    environment = {**os.environ, "HF_ENDPOINT": UNREACHABLE, "HF_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()}
-    environment.pop("HF_HUB_OFFLINE", None)
-    code = f"import sys; sys.argv = ['hf-hyperdflash', *{command!r}]; from hf_hyperdflash.cli.app import run; run()"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
-    )
-    told = [line for line in result.stderr.splitlines() if line.startswith(f"{UNREACHABLE} cannot be reached (")]
-    assert len(told) == 1 and "only what is in its cache is used" in told[0], result.stderr
-    assert result.returncode == 1 and missing in result.stderr.splitlines()[-1], result.stderr
-    assert "Retry" not in result.stderr and "Traceback" not in result.stderr
+    lines = of_process(tmp_path, command, HF_ENDPOINT=UNREACHABLE, HF_HUB_OFFLINE="")
+    (told,) = [line for line in lines if line.startswith(f"{UNREACHABLE} cannot be reached (")]
+    assert "only what is in its cache is used" in told and missing in lines[-1] and "Retry" not in "".join(lines)
 
 
 def test_the_command_is_a_module_too():

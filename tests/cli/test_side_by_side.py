@@ -8,7 +8,7 @@ from rich.console import Console
 
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.cli.display.side_by_side import SideBySide
-from hf_hyperdflash.cli.display.who_wrote import position_style
+from hf_hyperdflash.cli.display.who_wrote import legend, position_style
 from hf_hyperdflash.cli.generate import _note
 from hf_hyperdflash.decoding.stats import keep_trees
 
@@ -44,8 +44,7 @@ def test_each_token_has_the_colour_of_who_wrote_it(width):
     said = table.file.getvalue()
     share = sum(by > 0 for by in written) / 30
     assert f"{drafter.last_stats.tau:.2f}" in said and f"{100 * share:.0f} %" in said and "a note" in said
-    names = shown.legend().plain.split("  ")
-    assert names[:2] == ["target", "draft 1"] and len(names) == max(written) + 2
+    assert legend(written, "256").plain == "  ".join(["target", *(f"draft {at + 1}" for at in range(max(written)))])
 
 
 def test_the_command_writes_both_answers_and_a_table(capsys):

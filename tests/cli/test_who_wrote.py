@@ -12,9 +12,15 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.cli.display.live_line import LiveLine, column_after
-from hf_hyperdflash.cli.display.text import BY_HEAD
-from hf_hyperdflash.cli.display.who_wrote import COLOURS, TARGET, WhoWrote, position_style
+from hf_hyperdflash.cli.display.text import BY_HEAD, Piece
+from hf_hyperdflash.cli.display.who_wrote import (
+    COLOURS,
+    TARGET,
+    LiveLine,
+    WhoWrote,
+    column_after,
+    position_style,
+)
 from hf_hyperdflash.decoding.stats import keep_trees
 
 from ..conftest import MODELS
@@ -64,10 +70,21 @@ def test_what_is_printed_is_the_text_in_colours(colours):
 
 
 class Bytes:
-    """A tokenizer of bytes."""
+    """A tokenizer of bytes, of which 0 is special."""
 
     def decode(self, ids, **kwargs):
-        return bytes(ids).decode(errors="replace")
+        return bytes(token for token in ids if token).decode(errors="replace")
+
+
+def test_pieces_are_of_whole_characters_and_say_which_token():
+    ids, written = [*"a世".encode(), 0, *b"\nb"], [0, 1, 2, 3, 0, 1, 2]
+    by_head = [False, False, True, True, False, False, True]
+    pieces = pieces_of(Bytes(), ids, written, by_head)
+    assert pieces == [Piece("a", 0, 0), Piece("世", 3, 3, True), Piece("\n", 1, 5), Piece("b", 2, 6, True)]
+    assert pieces_of(Bytes(), ids, written) == [piece._replace(by_head=False) for piece in pieces]
+    assert pieces_of(Bytes(), [0], [0]) == []
+    cut = pieces_of(Bytes(), [97, *"世".encode()[:2]], [0, 1, 2], [False, False, True])
+    assert cut == [Piece("a", 0, 0), Piece("\N{REPLACEMENT CHARACTER}", 2, 2, True)]
 
 
 class Drafter:

@@ -123,104 +123,62 @@ def _dflash2_tensors(target: Target, taps: int, group: int, seed: int) -> Weight
     return weights
 
 
-def write_deepspec(
+def write_dspark(
     folder: str | Path,
     target: Target,
     *,
-    layer_ids: list[int],
-    block_size: int,
-    mask_token_id: int,
-    head: str | None = "vanilla",
-    confidence: str | None = None,
-    seed: int = 0,
-) -> None:
-    """A random DSpark drafter in DeepSpec's layout. Layer id i: its output."""
-    config = base.layer_config(target, LAYERS, None) | _dspark_fields(head, confidence)
-    config |= {
-        "architectures": ["Qwen3DSparkModel"],
-        "block_size": block_size,
-        "dtype": "float32",
-        "mask_token_id": mask_token_id,
-        "num_anchors": 512,
-        "num_target_layers": target.config.num_hidden_layers,
-        "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
-        "target_layer_ids": layer_ids,
-        "tie_word_embeddings": False,
-        "transformers_version": "5.10.2",
-    }
-    size = target.config.vocab_size
-    weights = base.random_body(target.config.hidden_size, len(layer_ids), LAYERS, seed)
-    weights |= dspark_tensors(target, head, confidence, size, seed)
-    weights |= base.vocabulary(target, size, torch.arange(size), "copied", seed)
-    base.save(folder, config, weights)
-
-
-def write_specforge(
-    folder: str | Path,
-    target: Target,
-    *,
+    layout: str,
     layer_ids: list[int],
     block_size: int,
     mask_token_id: int,
     head: str | None = "vanilla",
     confidence: str | None = None,
     normalized: bool = False,
-    seed: int = 0,
-) -> None:
-    """A random DSpark drafter as SpecForge writes it, or `normalized` for SGLang. Layer id i: its output."""
-    fields = _dspark_fields(head, confidence)
-    inner = {**fields, "attention_mode": "gqa", "mask_token_id": mask_token_id, "projector_type": "dspark"}
-    config = base.layer_config(target, LAYERS, None) | {
-        "architectures": ["DSparkDraftModel"],
-        "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
-        "block_size": block_size,
-        "dflash_config": inner
-        | {"target_layer_ids": layer_ids, "confidence_head_alpha": float(confidence is not None)},
-        "num_target_layers": target.config.num_hidden_layers,
-        "rope_scaling": None,
-        "rope_theta": THETA,
-    }
-    if normalized:
-        config |= {"architectures": ["Qwen3DSparkModel"], **fields}
-    weights = base.random_body(target.config.hidden_size, len(layer_ids), LAYERS, seed)
-    base.save(folder, config, weights | dspark_tensors(target, head, confidence, target.config.vocab_size, seed))
-
-
-def write_speculators_dspark(
-    folder: str | Path,
-    target: Target,
-    *,
-    layer_ids: list[int],
-    block_size: int,
-    mask_token_id: int,
-    head: str | None = "vanilla",
-    confidence: str | None = None,
     draft_vocab_size: int | None = None,
     sample_from_anchor: bool | None = None,
     sliding_window: int | None = None,
     seed: int = 0,
 ) -> None:
-    """A random DSpark drafter in speculators' layout. Layer id i: hidden_states[i]. A truncated vocabulary has a head
-    of its own; else embedding and head are left out, as newer versions do. With a window all layers slide."""
+    """A random DSpark drafter in DeepSpec's layout, as SpecForge writes it, or `normalized` for SGLang (layer id i:
+    its output), or in speculators' (hidden_states[i]). There a truncated vocabulary has a head of its own, else
+    embedding and head are left out, as newer versions do. With a window all layers slide."""
     text = target.config.get_text_config()
     size = text.vocab_size
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
     kept = order[: draft_vocab_size or size].sort().values
-    drafts = block_size - (sample_from_anchor is False)
-    of_layers = base.layer_config(target, LAYERS, sliding_window, all_slide=True)
-    config = base.speculators_config(target, of_layers, drafts, "dspark")
-    config |= {
-        "architectures": ["DSparkDraftModel"],
-        "aux_hidden_state_layer_ids": layer_ids,
-        "block_size": block_size,
-        "draft_vocab_size": len(kept),
-        "mask_token_id": mask_token_id,
-        **({} if sample_from_anchor is None else {"sample_from_anchor": sample_from_anchor}),
-        **_dspark_fields(head, confidence),
-    }
+    heads = _dspark_fields(head, confidence)
+    roles = {"mask_token_id": mask_token_id, "target_layer_ids": layer_ids}
+    config = base.layer_config(target, LAYERS, sliding_window, all_slide=True)
+    if layout == "deepspec":
+        rope = {"rope_theta": THETA, "rope_type": "default"}
+        config |= {
+            "architectures": ["Qwen3DSparkModel"],
+            "rope_parameters": rope,
+            "num_anchors": 512,
+            **heads,
+            **roles,
+        }
+        config |= {"tie_word_embeddings": False, "dtype": "float32", "transformers_version": "5.10.2"}
+    elif layout == "specforge":
+        inner = {**heads, **roles, "attention_mode": "gqa", "projector_type": "dspark"}
+        inner["confidence_head_alpha"] = float(confidence is not None)
+        config |= {"auto_map": {"AutoModel": "dspark.DSparkDraftModel"}, "rope_scaling": None, "rope_theta": THETA}
+        config |= {"architectures": ["DSparkDraftModel"], "dflash_config": inner}
+        config |= {"architectures": ["Qwen3DSparkModel"], **heads} if normalized else {}
+    else:
+        config = base.speculators_config(target, config, block_size - (sample_from_anchor is False), "dspark")
+        config |= {"architectures": ["DSparkDraftModel"], "draft_vocab_size": len(kept), **heads}
+        config |= {"aux_hidden_state_layer_ids": layer_ids, "mask_token_id": mask_token_id}
+        config |= {} if sample_from_anchor is None else {"sample_from_anchor": sample_from_anchor}
+    config["block_size"] = block_size
+    if layout != "speculators":
+        config["num_target_layers"] = target.config.num_hidden_layers
     weights = base.random_body(text.hidden_size, len(layer_ids), LAYERS, seed)
     weights |= dspark_tensors(target, head, confidence, len(kept), seed)
-    base.save(folder, config, weights | base.vocabulary(target, size, kept, "omitted", seed))
+    if layout != "specforge":
+        copies = "copied" if layout == "deepspec" else "omitted"
+        weights |= base.vocabulary(target, size, kept, copies, seed)
+    base.save(folder, config, weights)
 
 
 def write_dflash2(

@@ -86,27 +86,9 @@ def check_rounds(drafter: Any, target: Any, folder: Path, temperatures: tuple[fl
                 torch.testing.assert_close(tree.confidence, expected.confidence, atol=1e-4, rtol=1e-4)
 
 
-@torch.no_grad()
-def block_logits(drafter: Any, target: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """Logits `[count, vocab]` of the path that generation takes."""
-    with capture_residual(target, drafter.target_layer_ids) as captured:
-        target(ids[:, :-1])
-    seen = []
-
-    class Listening(DraftSampler):
-        def blind(self, ids, logits):
-            seen.append(logits)
-            return super().blind(ids, logits)
-
-    context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
-    drafter.extend(target_of(target), context, captured[0], positions[:, :-1], ids[:, 1:])
-    drafter.propose(target_of(target), context, ids, positions, count, Listening(LogitsProcessorList(), False))
-    return seen[0][0]
-
-
 def check_logits(drafter: Any, target: Any, expected: torch.Tensor, ids: torch.Tensor) -> None:
     """Of one block, and that the text is the target's."""
-    found = block_logits(drafter, target, ids, len(expected))
+    found = drafted(drafter, target, ids, [2] * (len(expected) - 1))
     expected = expected.index_fill(1, torch.tensor([drafter.config.mask_token_id]), -torch.inf)  # ours: never drafted
     finite = expected.isfinite()
     assert torch.equal(finite, found.isfinite())
@@ -372,9 +354,9 @@ class Layout(NamedTuple):
 ROLES: dict[str, Any] = {"block_size": 5, "mask_token_id": 1}
 WRITE_ZLAB = partial(oracle_dflash.write_zlab, **ROLES)
 WRITE_SPECULATORS = partial(oracle_dflash.write_speculators, **ROLES)
-DEEPSPEC = partial(oracle_layouts.write_deepspec, layer_ids=[0, 2], **ROLES)
-SPECFORGE = partial(oracle_layouts.write_specforge, layer_ids=[0, 2], **ROLES)
-DSPARK = partial(oracle_layouts.write_speculators_dspark, layer_ids=[1, 3], **ROLES)
+DEEPSPEC = partial(oracle_layouts.write_dspark, layout="deepspec", layer_ids=[0, 2], **ROLES)
+SPECFORGE = partial(oracle_layouts.write_dspark, layout="specforge", layer_ids=[0, 2], **ROLES)
+DSPARK = partial(oracle_layouts.write_dspark, layout="speculators", layer_ids=[1, 3], **ROLES)
 DFLASH2 = partial(oracle_layouts.write_dflash2, layout="z-lab", layer_ids=[0, 2], **ROLES)
 DFLASH2_SPECULATORS = partial(oracle_layouts.write_dflash2, layout="speculators", layer_ids=[1, 3], **ROLES)
 BOTH, DSPARKS, SPECULATORS_ALONE = ("z-lab", "speculators"), ("speculators", "deepspec"), ("speculators",)

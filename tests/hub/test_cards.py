@@ -4,20 +4,23 @@ import csv
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
-from typer.testing import CliRunner
+from transformers import PreTrainedConfig
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, HyperDFlashDrafter, load_drafter
 from hf_hyperdflash.benchmark.report import measured
-from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.hub.cards import Measured, drafter_card
+from hf_hyperdflash.hub.kinds import KINDS, describe, kind_in, kind_of, title
 
 from ..conftest import MODELS, tiny_config, tiny_drafter
+from ..helpers.commands import run
 from ..helpers.deepseek_checkpoints import dspark_fields
+from ..helpers.medusa import medusa
 from ..helpers.processes import python
 from ..helpers.unrolled import unrolled
 
@@ -42,13 +45,11 @@ def test_what_is_not_known_is_left_out(saved):
     config = json.loads((saved / "config.json").read_text())
     config["target_name_or_path"] = config["target_revision"] = ""
     (saved / "config.json").write_text(json.dumps(config))
-    card = drafter_card(saved)
-    assert card.data.base_model is None and "revision" not in card.text
+    card = drafter_card(saved, limits="None known.\n\n")
+    assert card.data.base_model is None and "revision" not in card.text and card.content.endswith("known.\n")
 
 
-@pytest.mark.parametrize(
-    "folder", ["/home/me/tiny-target", "./models/tiny-target", "../tiny-target", "models/tiny-target"]
-)
+@pytest.mark.parametrize("folder", ["/home/me/tiny-target", "../tiny-target", "models/tiny-target"])
 def test_a_folder_is_no_name_on_the_hub(target, tmp_path, monkeypatch, folder):
     """Its address leads nowhere, and it is no `base_model`; of data, too."""
     (tmp_path / "models" / "tiny-target").mkdir(parents=True)
@@ -60,68 +61,66 @@ def test_a_folder_is_no_name_on_the_hub(target, tmp_path, monkeypatch, folder):
     assert "A drafter for tiny-target: it drafts" in card.text and "huggingface.co" not in card.text
 
 
-def test_heads_are_told(target, tmp_path):
-    plain = tiny_drafter(target)
-    for fields, temperatures, told, untold in (
-        ({}, None, [], ["knows the one before", "how probable"]),
-        ({"sequential_head": "markov", "head_rank": 3}, None, ["through a `markov` head of width 3."], ["chooses"]),
-        (
-            {"sequential_head": "selector", "head_rank": 3, "confidence_head": True}, None,
-            ["`selector` head of width 3, which chooses among the block's 16 best", "acceptance is (`Draft"], [],
-        ),
-        ({"confidence_head": True}, [1.5] * 6, ["acceptance is, calibrated on held-out prompts"], ["before it"]),
-    ):  # fmt: skip
-        drafter = plain.with_heads(**fields)
+def headed(temperatures=None, **fields):
+    def made(target):
+        drafter = tiny_drafter(target).with_heads(**fields)
         drafter.config.confidence_temperatures = temperatures
-        drafter.save_pretrained(tmp_path)
-        card = drafter_card(tmp_path)
-        assert all(part in card.text for part in told) and not any(part in card.text for part in untold), fields
-        assert "\n\n\n" not in card.text
+        return drafter
+
+    return made
 
 
-@pytest.mark.parametrize(
-    ("made", "told"),
-    [
-        (
-            lambda target: unrolled("specblock", target),
-            ["8 tokens in 2 passes of 4", "a SpecBlock", "and a rank head"],
-        ),
-        (
-            lambda target: unrolled("specblock", target, rank_head=False, shift=False, broadcast=False, max_blocks=3),
-            ["12 tokens in 3 passes of 4, the", "that know their path.\n"],
-        ),
-        (lambda target: unrolled("eagle3", target), ["up to 7 tokens, a pass for each", "10 nodes of each level"]),
-        (lambda target: DeepseekV4MTPDrafter(target.config), ["DeepSeek-V4's own multi-token-prediction block"]),
-        (
-            lambda target: DeepseekV4DSparkDrafter(
-                DeepseekV4DSparkConfig.from_target_config(tiny_config(**dspark_fields()))
-            ),
-            ["5 tokens in one pass", "rank 6", "layers 0 and 1 and the pre-collapse residual", "acceptance is (`Dr"],
-        ),
-    ],
-    ids=["specblock", "bare specblock", "eagle3", "mtp", "dspark"],
-)
-def test_every_kind_of_drafter_has_a_card_whose_snippet_runs(target, tmp_path, made, told):
+def of_v4_dspark(target):
+    return DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.from_target_config(tiny_config(**dspark_fields())))
+
+
+SHARED = "not stored here"
+MADE = {  # a drafter, what its card says, and what it does not
+    "plain": (headed(), [SHARED], ["knows the one before", "how probable"]),
+    "markov": (headed(sequential_head="markov", head_rank=3), ["`markov` head of width 3."], ["chooses"]),
+    "selector": (
+        headed(sequential_head="selector", head_rank=3, confidence_head=True),
+        ["`selector` head of width 3, which chooses among the block's 16 best", "acceptance is (`Draft"], [],
+    ),
+    "calibrated": (headed([1.5] * 6, confidence_head=True), ["is, calibrated on held-out prompts"], ["before it"]),
+    "specblock": (
+        partial(unrolled, "specblock"), ["8 tokens in 2 passes of 4", "a SpecBlock", "and a rank head", SHARED], [],
+    ),
+    "bare specblock": (
+        partial(unrolled, "specblock", rank_head=False, shift=False, broadcast=False, max_blocks=3),
+        ["12 tokens in 3 passes of 4, the", "that know their path.\n"], ["with"],
+    ),
+    "eagle3": (partial(unrolled, "eagle3"), ["up to 7 tokens, a pass for each", "10 nodes of each level"], []),
+    "own vocabulary": (partial(unrolled, "eagle3", draft_vocab_size=32), ["parameters.\n"], [SHARED]),
+    "medusa": (lambda target: medusa(), ["3 tokens in one pass", "Medusa heads"], [SHARED]),
+    "mtp": (
+        lambda target: DeepseekV4MTPDrafter(target.config), ["own multi-token-prediction block", SHARED], [],
+    ),
+    "dspark": (
+        of_v4_dspark,
+        ["5 tokens in one pass", "rank 6", "layers 0 and 1 and the pre-collapse residual", "acceptance is (`Dr"], [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_card_says_how_it_drafts_and_its_snippet_runs(target, tmp_path, kind):
+    made, told, untold = MADE[kind]
     drafter = made(target)
     drafter.save_pretrained(tmp_path)
-    card = drafter_card(tmp_path, target="TARGET")
-    assert all(part in card.text for part in told), card.text
-    assert "not stored here" in card.text and "\n\n\n" not in card.text and "None" not in card.text
-    snippet = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)[0]
+    text = drafter_card(tmp_path, target="TARGET").text
+    about = text.partition("## Use")[0]
+    assert all(part in about for part in told) and not any(part in about for part in untold), about
+    assert "\n\n\n" not in text and "None" not in text
+    snippet = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     line = next(line for line in snippet.splitlines() if line.startswith("drafter = "))
-    scope = {"load_drafter": load_drafter, "target": target}
+    scope = {"load_drafter": partial(load_drafter, target=None), "target": None}
     exec(line, scope)
     assert type(scope["drafter"]) is type(drafter)
 
 
-def test_a_vocabulary_of_its_own_is_told(target, tmp_path):
-    unrolled("eagle3", target, draft_vocab_size=32).save_pretrained(tmp_path)
-    card = drafter_card(tmp_path)
-    assert "parameters.\n" in card.text and "not stored here" not in card.text
-
-
 def test_the_training_record_fills_a_table(saved):
-    settings = {"dataset": ["zhaode/EagleChat:part", "mine.jsonl"], "learning_rate": 8e-4, "max_steps": -1,
+    settings = {"dataset": ["zhaode/EagleChat:part", "mine.jsonl"], "learning_rate": 8e-4, "max_steps": 0,
                 "num_train_epochs": 5, "kl_weight": None}  # fmt: skip
     (saved / "training.json").write_text(json.dumps({"settings": settings, "metrics": {"eval_tau": 2.345}}))
     card = drafter_card(saved, license="mit", tags=["more"], notes="On a *laptop*.", limits="None known.")
@@ -161,25 +160,6 @@ def test_a_card_promises_the_speed_that_was_measured(saved, speedups, told):
     assert told in card.text and "sooner" not in card.text
 
 
-@pytest.mark.parametrize("limits", [None, "None known.", "None known.\n\n"])
-def test_a_card_ends_with_one_newline(saved, limits):
-    drafter_card(saved, limits=limits).save(saved / "README.md")
-    assert re.search(r"[^\n]\n\Z", (saved / "README.md").read_text())
-
-
-def shipped_card(drafter: str, more: list[str], output: Path) -> str:
-    """The committed card's command (CONTRIBUTING.md)."""
-    name, parts = f"examples/models/{drafter}", ROOT / "model_cards" / "parts"
-    arguments = [
-        "card", str(ROOT / name), "--repo-id", name, "--license", "apache-2.0", "--notes",
-        str(parts / f"{drafter}-training.md"), "--limits", str(parts / f"{drafter}-limits.md"), "--output",
-        str(output), *more,
-    ]  # fmt: skip
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    return output.read_text()
-
-
 def figures(results: Path, method: str) -> list[str]:
     figure = results.relative_to(ROOT) / "acceptance.png"
     return ["--results", str(results), "--method", method, "--figure", f"../{figure}"]
@@ -197,18 +177,21 @@ CARDS = {  # drafters, and what their cards say of target and figures
 
 @pytest.mark.parametrize("drafter", CARDS)
 def test_a_shipped_card_is_what_the_command_writes(tmp_path, drafter):
-    written = shipped_card(drafter, CARDS[drafter], tmp_path / "card.md")
+    """CONTRIBUTING.md names this one."""
+    name, part = f"examples/models/{drafter}", f"{ROOT / 'model_cards' / 'parts' / drafter}-{{}}.md".format
+    run("card", ROOT / name, "--repo-id", name, "--license", "apache-2.0", "--notes", part("training"), "--limits",
+        part("limits"), "--output", tmp_path / "card.md", *CARDS[drafter])  # fmt: skip
+    written = (tmp_path / "card.md").read_text()
     assert written == (ROOT / "model_cards" / f"{drafter}.md").read_text()
     assert ("inherited from the target's `hc_head`" in written) == ("deepseek" in drafter)
 
 
 def test_a_card_and_its_figure_go_into_a_new_folder(tmp_path):
-    arguments = ["card", str(MODELS / "tiny-deepseek-v4-hyperdflash"), "--results", str(RESULTS), "--method", METHOD]
-    result = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "new" / "cards" / "README.md")])
-    assert result.exit_code == 0, result.output
-    assert "(acceptance.png)" in (tmp_path / "new" / "cards" / "README.md").read_text()
-    copied = tmp_path / "new" / "cards" / "acceptance.png"
-    assert copied.read_bytes() == (RESULTS / "acceptance.png").read_bytes()
+    folder = tmp_path / "new" / "cards"
+    arguments = ["card", MODELS / "tiny-deepseek-v4-hyperdflash", "--results", RESULTS, "--method", METHOD]
+    run(*arguments, "--output", folder / "README.md")
+    assert "(acceptance.png)" in (folder / "README.md").read_text()
+    assert (folder / "acceptance.png").read_bytes() == (RESULTS / "acceptance.png").read_bytes()
 
 
 def test_a_shipped_cards_snippets_run(tmp_path):
@@ -223,14 +206,45 @@ def test_a_shipped_cards_snippets_run(tmp_path):
     HyperDFlashDrafter.from_pretrained(MODELS / drafter, dtype="auto").save_pretrained(models / drafter)
     code = f"{with_package}drafter.unbind(target)\nfirst = out\nout = {without}assert (out == first).all()\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = python("-c", code.replace("max_new_tokens=100", "max_new_tokens=20"), cwd=tmp_path, env=environment)
-    assert run.returncode == 0, run.stderr[-2000:]
+    ran = python("-c", code.replace("max_new_tokens=100", "max_new_tokens=20"), cwd=tmp_path, env=environment)
+    assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 def test_a_shipped_targets_card_is_what_the_script_writes(tmp_path):
     name = "tiny-deepseek-v4"
     parts = ROOT / "model_cards" / "parts" / f"{name}.md"
     command = [ROOT / "tools" / "target_card.py", MODELS / name, "--template", parts]
-    run = python(*command, "--output", tmp_path / "card.md", env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert run.returncode == 0, run.stderr[-2000:]
+    ran = python(*command, "--output", tmp_path / "card.md", env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert ran.returncode == 0, ran.stderr[-2000:]
     assert (tmp_path / "card.md").read_text() == (ROOT / "model_cards" / f"{name}.md").read_text()
+
+
+# Which kind it is of, and what tells it from others
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_config_json_names_its_kind_by_type_or_class(kind):
+    assert kind_in({"model_type": kind.model_type}) is kind
+    assert kind_in({"model_type": "deepseek_v4", "architectures": ["Other", kind.class_name]}) is kind
+    assert kind_in({"model_type": "deepseek_v4", "architectures": None}) is None
+    assert kind.title is not None or title(kind.config()) == kind.name
+
+
+TITLES = [
+    ({"target_layer_ids": [0, 1]}, "HyperDFlash on 0, 1"), ({"target_layer_ids": [-1]}, "HyperDFlash"),
+    ({"reducer": "fc", "sequential_head": "markov"}, "Vanilla DFlash, markov head"),
+    ({"reducer": "hybrid", "target_layer_ids": [0, -1]}, "HyperDFlash hybrid"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "named"), TITLES)
+def test_a_title_tells_a_drafter_from_others_of_its_kind(target, fields, named):
+    assert title(tiny_drafter(target, **fields).config) == named
+
+
+@pytest.mark.parametrize(("name", "words"), [("owl", "an owl drafter"), ("wren", "a wren drafter")])
+def test_of_somebodys_own_kind_little_is_said(name, words):
+    config = PreTrainedConfig()
+    config.model_type = name
+    assert kind_of(config) is None and title(config) == name
+    assert words in str(describe(config))

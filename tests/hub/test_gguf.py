@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 from hf_hyperdflash import load_drafter, load_target, load_tokenizer
-from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.gguf import name_in_gguf
 from hf_hyperdflash.hub.loading import check_made_for
 from hf_hyperdflash.targets.mask_token import find_mask_token
 
 from ..conftest import tiny_drafter
+from ..helpers.commands import run
 from ..helpers.families import llama
 from ..helpers.gguf_files import chatting_llama, write_gguf
 
@@ -37,6 +36,7 @@ def test_it_is_loaded_however_the_file_is_named(tmp_path, monkeypatch):
     loaded = load_target(str(tmp_path), gguf_file="model.gguf", dtype=torch.float32)
     torch.testing.assert_close(loaded(IDS).logits, target(IDS).logits)
     drafter = tiny_drafter(loaded)
+    assert drafter.config.target_name_or_path == str(tmp_path / "model.gguf")
     drafter.bind(loaded)
     drafted = loaded.generate(IDS, assistant_model=drafter, max_new_tokens=8, do_sample=False)
     assert torch.equal(drafted, target.generate(IDS, max_new_tokens=8, do_sample=False))
@@ -142,21 +142,8 @@ def test_a_mask_token_is_found_in_the_files_vocabulary(tmp_path, caplog):
     assert find_mask_token(loaded) == find_mask_token(loaded, load_tokenizer(tmp_path / "chat.gguf"))
 
 
-def test_a_command_takes_the_file(chatting, tmp_path):
-    path, *_ = chatting
-    loaded = load_target(path, dtype="float32")
-    drafter = tiny_drafter(loaded)
-    assert drafter.config.target_name_or_path == str(path)
-    drafter.save_pretrained(tmp_path / "drafter")
-    check_made_for(str(path), str(tmp_path / "drafter"))
-    arguments = ["generate", "--target", path, "--drafter", tmp_path / "drafter", "--max-new-tokens", 8, "Hello"]
-    result = CliRunner().invoke(app, list(map(str, arguments)))
-    assert result.exit_code == 0, (result.output, result.exception)
-    assert "verification round" in result.output
-    assert load_drafter(tmp_path / "drafter", target=loaded).config.target_name_or_path == str(path)
-
-
-def test_answers_are_written_and_trained_on(chatting, tmp_path):
+def test_commands_take_the_file(chatting, tmp_path):
+    """Its answers are written and trained on, and what is trained for it drafts for it."""
     from hf_hyperdflash.training.script import main
 
     path, *_ = chatting
@@ -166,13 +153,13 @@ def test_answers_are_written_and_trained_on(chatting, tmp_path):
     written = tmp_path / "answers.jsonl"
     arguments = ["answers", "--target", path, "--data", tmp_path / "asked.jsonl", "--output", written,
                  "--max-new-tokens", 12]  # fmt: skip
-    result = CliRunner().invoke(app, list(map(str, arguments)))
-    assert result.exit_code == 0, (result.output, result.exception)
+    run(*arguments)
     assert len(written.read_text().splitlines()) == 6
     flags = {"target": path, "dataset": written, "output_dir": tmp_path / "trained", "max_steps": 1, "layers": 1,
              "eval_rows": 1, "eval_prompts": 0, "num_anchors": 2, "report_to": "none"}  # fmt: skip
     main([part for name, value in flags.items() for part in (f"--{name}", str(value))])
-    target = load_target(path, dtype="float32")
-    drafter = load_drafter(tmp_path / "trained", target=target)
-    drafter.bind(target)
-    assert target.generate(IDS, assistant_model=drafter, max_new_tokens=4).shape[1] > IDS.shape[1]
+    pair = {"target": path, "drafter": tmp_path / "trained"}
+    check_made_for(*map(str, pair.values()))
+    assert load_drafter(pair["drafter"], target=load_target(path)).config.target_name_or_path == path.name
+    asked = [part for name, value in pair.items() for part in (f"--{name}", value)]
+    assert "verification round" in run("generate", *asked, "--max-new-tokens", 8, "Hello")

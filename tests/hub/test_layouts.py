@@ -31,7 +31,6 @@ from ..helpers.released_layouts import (
     LAYOUTS,
     VOCABULARY,
     WIDTH,
-    check_rounds,
     check_specblock,
     deepspec,
     eagle3_tensors,
@@ -143,16 +142,6 @@ def test_what_fields_of_others_mean(name, fields, ours, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({key: it for key, it in given.items() if it is not None}))
     config = check_drafter(tmp_path).config
     assert {field: getattr(config, field) for field in ours} == ours
-
-
-@pytest.mark.parametrize(("field", "value"), [("target_layer_ids", [1, 2]), ("sample_from_anchor", True)])
-def test_a_layer_or_a_slot_off_is_another_drafter(target, tmp_path, field, value):
-    """What the formats' two traps would do: the oracles' comparison can fail."""
-    LAYOUTS["speculators"].write(tmp_path, target)
-    drafter = load_drafter(tmp_path, dtype=torch.float32)
-    setattr(drafter.config, field, value)
-    with pytest.raises(AssertionError):
-        check_rounds(drafter, target, tmp_path, (0.0,))
 
 
 @pytest.mark.parametrize("off", [("shift",), ("broadcast",), ("shift", "broadcast")], ids=str)
@@ -298,19 +287,18 @@ MAKERS = {"safeailab": safeailab, "speculators": speculators, "specblock": specb
 
 @pytest.mark.parametrize("layout", MAKERS)
 def test_others_drafters_are_trained_on(tmp_path, deeper, layout):
-    """For a target that was fine-tuned: what was read is trained, its vocabulary stays, and it is saved and drafts."""
-    target = deeper
+    """For a target that was fine-tuned: what was read is trained, its vocabulary stays, and it is saved."""
     tensors = specblock_tensors() if layout == "specblock" else eagle3_tensors()
-    tensors["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+    tensors["embed_tokens.weight"] = deeper.get_input_embeddings().weight.detach().clone()
     drafter = load_drafter(MAKERS[layout](tmp_path, tensors), dtype=torch.float32)
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
     assert drafter.config.own_embedding and drafter.config.draft_vocab_size == DRAFTED
     assert drafter.config.target_model_type == "" and drafter.config.target_num_layers == 0  # until it is trained
     words = ("at least 8 layers",) if layout == "specblock" else ("64", "32")
     Refusal(drafter.check_target, words).check(target_of(tiny_target()))
-    texts = target.generate(prompt(9).repeat(3, 1), max_new_tokens=20, do_sample=True, pad_token_id=0)
+    texts = deeper.generate(prompt(9).repeat(3, 1), max_new_tokens=20, do_sample=True, pad_token_id=0)
     data = [{"input_ids": text, "loss_mask": [int(i > 8) for i in range(29)]} for text in texts.tolist()]
-    trainer = trainer_for(tmp_path / "out", target, drafter, data, data, recipe="ours", max_steps=20)
+    trainer = trainer_for(tmp_path / "out", deeper, drafter, data, data, recipe="ours", max_steps=20)
     start = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < 0.9 * start
@@ -318,11 +306,6 @@ def test_others_drafters_are_trained_on(tmp_path, deeper, layout):
     trained = load_drafter(tmp_path / "out", dtype=torch.float32)
     same = {name for name, value in trained.state_dict().items() if torch.equal(value, before[name])}
     assert same == {"embed_tokens.weight", "draft_ids"}
-    plain = target.generate(prompt(9), do_sample=False, max_new_tokens=20)
-    trained.bind(target)
-    out = target.generate(prompt(9), do_sample=False, max_new_tokens=20, assistant_model=trained)
-    trained.unbind(target)
-    assert torch.equal(out, plain)
 
 
 @pytest.mark.parametrize("layout", ["safeailab", "specblock"])
@@ -365,34 +348,31 @@ def test_scaled_rope_is_written_and_read(target, tmp_path):
     assert fields["rope_theta"] == 5e5 and fields["rope_scaling"]["factor"] == 4.0  # vLLM and SGLang look there
 
 
-def test_how_engines_serve_what_is_written(target, tmp_path):
-    told = {}
-    for name, format in (
-        ("deepspec", "deepspec"), ("deepspec rnn", "deepspec"), ("speculators gated", "speculators"),
-        ("speculators rnn", "speculators"), ("deepspec", "speculators"), ("z-lab dflash2", "z-lab"),
-        ("z-lab dflash2", "speculators"), ("z-lab", "z-lab"), ("speculators", "speculators"),
-        ("speculators window", "speculators"),
-    ):  # fmt: skip
-        LAYOUTS[name].write(tmp_path / "theirs", target)
-        told[name, format] = export_dflash(load_drafter(tmp_path / "theirs"), tmp_path / "ours", format, target)
-    options = {
-        both: json.loads(each.partition("'")[2].partition("'")[0])
-        for both, each in told.items() if "--speculative-config" in each
-    }  # fmt: skip
-    assert {both: (each["method"], each["num_speculative_tokens"]) for both, each in options.items()} == {
-        ("deepspec", "deepspec"): ("dspark", 5), ("deepspec", "speculators"): ("dspark", 5),
-        ("z-lab dflash2", "z-lab"): ("dflash", 4), ("z-lab", "z-lab"): ("dflash", 4),
-        ("speculators", "speculators"): ("dflash", 4), ("speculators window", "speculators"): ("dflash", 4),
-    }  # fmt: skip
-    assert {each["model"] for each in options.values()} == {str(tmp_path / "ours")}
-    assert {both for both, each in told.items() if "SGLang: --speculative-algorithm" in each} == {
-        ("deepspec", "deepspec"), ("z-lab", "z-lab")
-    }  # fmt: skip
-    assert "--speculative-dspark-block-size 5" in told["deepspec", "deepspec"]
-    assert "--speculative-num-draft-tokens 5" in told["z-lab", "z-lab"]
-    assert "'markov'" in told["deepspec rnn", "deepspec"] and "z-lab" in told["z-lab dflash2", "speculators"]
-    assert "'gated_markov'" in told["speculators gated", "speculators"]
-    assert [both for both, each in told.items() if "window of 6" in each] == [("speculators window", "speculators")]
+WINDOWED = "vLLM counts the window of 6 from each slot, not the anchor: drafts may differ."
+SERVED = [  # a drafter, the layout that it is written in, what vLLM is told, and the other line
+    ("deepspec", "deepspec", ("dspark", 5), "DSPARK {} --speculative-dspark-block-size 5"),
+    ("deepspec", "speculators", ("dspark", 5), ""), ("z-lab dflash2", "z-lab", ("dflash", 4), ""),
+    ("z-lab", "z-lab", ("dflash", 4), "DFLASH {} --speculative-num-draft-tokens 5"),
+    ("speculators", "speculators", ("dflash", 4), ""), ("speculators window", "speculators", ("dflash", 4), WINDOWED),
+    ("deepspec rnn", "deepspec", None, "'markov'"), ("speculators rnn", "speculators", None, "'recurrent'"),
+    ("speculators gated", "speculators", None, "'gated_markov'"), ("z-lab dflash2", "speculators", None, "z-lab"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "format", "of_vllm", "more"), SERVED)
+def test_how_engines_serve_what_is_written(target, tmp_path, name, format, of_vllm, more):
+    LAYOUTS[name].write(tmp_path / "theirs", target)
+    folder = tmp_path / "ours"
+    said = export_dflash(load_drafter(tmp_path / "theirs"), folder, format, target)
+    if of_vllm is None:
+        assert more in said and "--speculative" not in said
+        return
+    first, *rest = said.split("\n")
+    options = dict(zip(("method", "num_speculative_tokens"), of_vllm)) | {"model": str(folder)}
+    assert json.loads(first.removeprefix("vLLM: --speculative-config ").strip("'")) == options
+    place = f"--speculative-draft-model-path {folder}"
+    sglang = "SGLang: --speculative-algorithm " + more.format(place)
+    assert rest == ([sglang if "{}" in more else more] if more else [])
 
 
 def test_how_many_layers_a_target_has_is_left_out_where_it_is_not_known(target, tmp_path):

@@ -1,9 +1,11 @@
-"""Drafters on a Hub: `huggingface_hub` and transformers talk HTTP to `hub_server.py`, in processes of their own."""
+"""Drafters on a Hub, pushed and pulled: `huggingface_hub` and transformers talk HTTP to `hub_server.py`, in processes
+of their own."""
 
 import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,48 +15,44 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, __version__
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.publish import drafter_files, planned_push
 
-from ..conftest import prompt, tiny_config, tiny_drafter, tiny_target
+from ..conftest import mostly_nightly, prompt, tiny_config, tiny_drafter, tiny_target
 from ..helpers.headed_drafters import learned
-from ..helpers.hub_server import HubServer
+from ..helpers.hub_server import HubServer, Repo
 from ..helpers.processes import python
-
-TOKENS = {
-    "hf_writer": {"name": "alice", "write": True, "orgs": ["org"]},
-    "hf_reader": {"name": "org", "write": False},
-    "hf_stranger": {"name": "eve", "write": True},
-}
+from .test_loading import KINDS, UNROLLED, written
 
 
-# What it is made of, `tests/test_package.py` says.
 def code_of(drafter) -> set[str]:
+    """What it is made of, `tests/contracts/test_portable.py` says."""
     return {*drafter.carried_code(), "custom_generate/generate.py"}
 
 
 CODE = code_of(tiny_drafter(tiny_target()))
+WHOLE = CODE | {"README.md", "config.json", "model.safetensors"}
 SETUP = """
 import json, sys, torch
 from pathlib import Path
 from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
-ids = torch.load(folder / "prompt.pt")
 def target():
     return AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
 def written(model, **options):
-    return model.generate(ids, max_new_tokens=20, do_sample=False, **options)[0].tolist()
-def failure(call):
+    return model.generate(torch.load(folder / "prompt.pt"), max_new_tokens=20, do_sample=False, **options)[0].tolist()
+def sum_of(model):
+    return [type(model).__name__, sum(p.double().sum().item() for p in model.parameters())]
+def failure(call, *args, **options):
     try:
-        call()
-    except Exception as error:
+        call(*args, **options)
+    except (OSError, ValueError) as error:
         return type(error).__name__ + ": " + str(error)
-    return None
 told = {}
 """
 
 
 @pytest.fixture
 def hub():
-    with HubServer(TOKENS) as server:
+    with HubServer({"hf_token"}) as server:
         yield server
 
 
@@ -73,8 +71,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(hub, folder, home, code: str, token: str | None = "hf_writer", **environment: str) -> dict:
+def run(hub, folder, home, code: str, token: str | None = "hf_token", **environment: str) -> dict:
     """What a process told of itself; the tokens of its generations are the target's own."""
+    home.mkdir(exist_ok=True)
     environment = {**hub.environment(home, token), "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
     asked = ["-c", SETUP + code + "\nprint('\\n' + json.dumps(told))", str(folder)]
     result = python(*asked, env=environment, cwd=home)
@@ -92,7 +91,7 @@ from hf_hyperdflash import HyperDFlashDrafter
 drafter = HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype="auto")
 drafter.push_to_hub("org/name")
 drafter.push_to_hub("org/secret", private=True, tags=["mine"])
-told["commits"] = drafter.push_to_hub("org/name").oid  # nothing new
+told["commit"] = drafter.push_to_hub("org/name").oid  # nothing new
 drafter.norm.weight.data *= 1.5
 drafter.push_to_hub("org/name", revision="next", commit_message="Another")
 drafter.save_pretrained(folder / "saved", push_to_hub=True, repo_id="org/saved", private=True)
@@ -101,15 +100,16 @@ HfApi().upload_folder(repo_id="org/saved", folder_path=folder / "drafter", path_
 """
     told = run(hub, folder, tmp_path, pushed)
     files = hub.files("org/name")
-    assert set(files) == CODE | {".gitattributes", "README.md", "config.json", "model.safetensors"}
+    assert set(files) == WHOLE | {".gitattributes"}
+    _, last = hub.repos["org/name"].branches["main"]
+    assert told["commit"] == last.sha and last.title == "Upload HyperDFlash drafter"
     assert len(files["model.safetensors"]) < 1.1 * (folder / "drafter" / "model.safetensors").stat().st_size
-    assert (
-        b"embed" not in files["model.safetensors"][:20_000] and b"lm_head" not in files["model.safetensors"][:20_000]
-    )
+    head = files["model.safetensors"][:20_000]
+    assert b"embed" not in head and b"lm_head" not in head
     assert b"org/target" in files["README.md"] and b"custom_generate" in files["README.md"]
     assert hub.repos["org/secret"].private and not hub.repos["org/name"].private
     assert b"- mine" in hub.files("org/secret")["README.md"]
-    assert hub.commits("org/name", "next")[-1].title == "Another"
+    assert hub.repos["org/name"].find("next").title == "Another"
     assert {name for name in hub.files("org/saved") if not name.startswith("inner/")} == set(files)
 
     pulled = """
@@ -124,12 +124,10 @@ for name, options in (
     told["texts"].append(written(model, assistant_model=drafter))
     assert drafter.last_stats.rounds
 """
-    (tmp_path / "empty").mkdir()
     assert run(hub, folder, tmp_path / "empty", pulled)["count"] == 5
     hub.requests.clear()
     assert run(hub, folder, tmp_path / "empty", pulled, HF_HUB_OFFLINE="1")["count"] == 5
     assert not hub.requests
-    assert told["commits"] == hub.commits("org/name")[-1].sha
 
 
 @pytest.mark.nightly  # a process without the package, against a server of the Hub
@@ -138,96 +136,30 @@ def test_without_the_package(hub, folder, tmp_path):
 from hf_hyperdflash import HyperDFlashDrafter
 HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype="auto").push_to_hub("org/name", private=True)
 """)  # fmt: skip
-    code = """
+    told = run(hub, folder, tmp_path / "bare home", """
 from tests.helpers.saved_folder import Refusing
 sys.meta_path.insert(0, Refusing())
 from transformers import AutoModel
-model = target()
-own = type(model)
-recipe = {"custom_generate": "org/name", "trust_remote_code": True}
-told["texts"] = [written(model, **recipe), written(model, **recipe)]
-assert type(model) is own
+model, recipe = target(), {"custom_generate": "org/name", "trust_remote_code": True}
+told["texts"] = [written(model, **recipe)]
 drafter = AutoModel.from_pretrained("org/name", trust_remote_code=True, dtype=torch.float32)
 drafter.bind(model)
 told["texts"] += [written(model, assistant_model=drafter), written(model, **recipe)]
-assert drafter.last_stats.rounds and type(model) is own
 drafter.unbind(model)
 drafter.save_pretrained(folder / "again")  # as any model of remote code, and from there once more
 again = AutoModel.from_pretrained(folder / "again", trust_remote_code=True, dtype=torch.float32)
 again.bind(model)
 told["texts"].append(written(model, assistant_model=again))
 told["refused"] = failure(lambda: written(target(), custom_generate="org/name"))
-"""
-    (tmp_path / "bare home").mkdir()
-    told = run(hub, folder, tmp_path / "bare home", code + 'told["package"] = "hf_hyperdflash" in sys.modules')
-    assert told["count"] == 5 and "trust_remote_code" in told["refused"] and not told["package"]
-
-
-@pytest.mark.nightly  # several pushes to a server of the Hub
-def test_what_goes_wrong_is_said_and_leaves_nothing(hub, folder, tmp_path):
-    code = """
-from transformers import BertConfig
-from hf_hyperdflash import HyperDFlashDrafter
-load = HyperDFlashDrafter.from_pretrained
-drafter = load(folder / "drafter", dtype="auto")
-drafter.push_to_hub("org/name", private=True)
-BertConfig(hidden_size=24).push_to_hub("org/bert")
-drafter.norm.weight.data *= 2
-told["revision"] = failure(lambda: load("org/name", revision="absent"))
-told["bert"] = failure(lambda: load("org/bert"))
-told["nothing"] = failure(lambda: load("org/nothing"))
-told["reader"] = failure(lambda: drafter.push_to_hub("org/name", token="hf_reader"))
-told["wrong"] = failure(lambda: drafter.push_to_hub("org/name", token="hf_wrong"))
-told["stranger"] = failure(lambda: load("org/name", token="hf_stranger"))
-"""
-    told = run(hub, folder, tmp_path, code)
-    for name, words in {
-        "revision": "absent", "bert": "expected 'hyperdflash'", "nothing": "org/nothing", "reader": "403",
-        "wrong": "401", "stranger": "org/name",
-    }.items():  # fmt: skip
-        assert told[name] and words in told[name], (name, told[name])
-    before = len(hub.commits("org/name"))
-    assert before == 2  # the Hub's own and the first push
-
-    hub.fail_uploads_after = 1000
-    hub.truncate = {"model.safetensors": 5000}
-    (tmp_path / "other").mkdir()
-    faulty = """
-from hf_hyperdflash import HyperDFlashDrafter
-drafter = HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype="auto")
-drafter.norm.weight.data += 1
-import time
-time.sleep = lambda seconds: None  # between the client's tries
-told["cut"] = failure(lambda: drafter.push_to_hub("org/name"))
-told["truncated"] = failure(lambda: HyperDFlashDrafter.from_pretrained("org/name"))
-"""
-    told = run(hub, folder, tmp_path / "other", faulty)
-    assert "model.safetensors" in told["cut"] and "force_download=True" in told["truncated"]
-    assert len(hub.commits("org/name")) == before
-    hub.fail_uploads_after, hub.truncate = None, {}
-    mended = """
-from hf_hyperdflash import HyperDFlashDrafter
-drafter = HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype="auto")
-drafter.norm.weight.data += 1
-drafter.push_to_hub("org/name")
-told["then"] = failure(lambda: HyperDFlashDrafter.from_pretrained("org/name"))
-"""
-    assert run(hub, folder, tmp_path / "other", mended) == {"then": None, "count": 0}
+told["package"] = "hf_hyperdflash" in sys.modules
+""")  # fmt: skip
+    assert told["count"] == 4 and "trust_remote_code" in told["refused"] and not told["package"]
 
 
 def litter(folder: Path, secret: Path) -> None:
     """What may lie in a drafter's folder, or be linked into it, that is nobody else's business."""
     secret.write_text("secret")
-    for name in (
-        "secrets.py",
-        "notes.md",
-        "other.safetensors",
-        "picture.png",
-        "custom_generate/more.py",
-        ".env",
-        "data.jsonl",
-    ):
-        (folder / name).parent.mkdir(exist_ok=True)
+    for name in ("secrets.py", "notes.md", "other.safetensors", "custom_generate/more.py", ".env", "data.jsonl"):
         (folder / name).write_text("secret")
     for name in ("README.md", "training.json", "acceptance.png", "blocks.py", "model-00001-of-00001.safetensors"):
         (folder / name).unlink(missing_ok=True)
@@ -238,10 +170,9 @@ def test_what_a_folder_has_of_ours(folder, tmp_path):
     shutil.copytree(folder / "drafter", tmp_path / "drafter")
     for name in ("README.md", "training.json", "acceptance.png"):
         (tmp_path / "drafter" / name).write_text("ours")
-    own = CODE | {"README.md", "config.json", "model.safetensors"}
-    assert set(drafter_files(tmp_path / "drafter")) == own | {"training.json", "acceptance.png"}
+    assert set(drafter_files(tmp_path / "drafter")) == WHOLE | {"training.json", "acceptance.png"}
     litter(tmp_path / "drafter", tmp_path / "elsewhere")
-    assert set(drafter_files(tmp_path / "drafter")) == own - {"README.md", "blocks.py"}
+    assert set(drafter_files(tmp_path / "drafter")) == WHOLE - {"README.md", "blocks.py"}
     shutil.move(tmp_path / "drafter" / "custom_generate", tmp_path / "recipe")
     (tmp_path / "drafter" / "custom_generate").symlink_to(tmp_path / "recipe")
     assert "custom_generate/generate.py" not in drafter_files(tmp_path / "drafter")
@@ -249,11 +180,8 @@ def test_what_a_folder_has_of_ours(folder, tmp_path):
     (tmp_path / "sharded" / "model.safetensors").touch()
     shards = {path.name for path in (tmp_path / "sharded").glob("model-*.safetensors")}
     assert len(shards) > 2
-    assert set(drafter_files(tmp_path / "sharded")) == CODE | shards | {
-        "README.md",
-        "config.json",
-        "model.safetensors.index.json",
-    }
+    index = {"model.safetensors.index.json"}
+    assert set(drafter_files(tmp_path / "sharded")) == WHOLE - {"model.safetensors"} | shards | index
     assert drafter_files(tmp_path / "nothing") == []
 
 
@@ -271,30 +199,64 @@ def test_a_dry_run_says_what_a_push_would_upload(folder, tmp_path, monkeypatch, 
     where = ", private if it is new, revision next, as a pull request" if is_own else ", revision main, in one commit"
     assert told == f"Nothing was uploaded. To org/name{where}, would go"
     sizes = {line.split()[1]: int(line.split()[0].replace(",", "")) for line in lines}
-    assert set(sizes) == CODE | {"README.md", "config.json", "model.safetensors"}
-    assert total.split() == [f"{sum(sizes.values()):,}", "bytes"]
+    assert set(sizes) == WHOLE and total.split() == [f"{sum(sizes.values()):,}", "bytes"]
     assert sizes["model.safetensors"] == (folder / "drafter" / "model.safetensors").stat().st_size
     (card,) = (line for line in lines if "README.md" in line)
     assert ("(the folder's own)" if is_own else "(a new one; where the repository has a card, that stays)") in card
     assert (sizes["README.md"] == len("a card")) is is_own
 
 
+@pytest.mark.parametrize(("revision", "branches"), [(None, []), ("next", ["next"]), ("refs/pr/1", [])])
+def test_a_push_is_one_commit_of_what_is_ours(folder, monkeypatch, revision, branches):
+    """Whatever the Hub answers: here nothing leaves this process. A card that the repository has stays."""
+    made, uploaded = [], []
+
+    class Api:
+        def __init__(self, token):
+            assert token == "hf_token"
+
+        def create_repo(self, repo_id, private, exist_ok):
+            assert (repo_id, private, exist_ok) == ("org/name", True, True)
+            return SimpleNamespace(repo_id=repo_id)
+
+        def create_branch(self, repo_id, branch, exist_ok):
+            made.append(branch)
+            assert repo_id == "org/name" and exist_ok
+
+        def file_exists(self, repo_id, filename, revision):
+            return (repo_id, filename, revision) == ("org/name", "README.md", "next")
+
+        def upload_folder(self, *, folder_path, allow_patterns, **options):
+            assert not uploaded and all(Path(folder_path, name).is_file() for name in allow_patterns)
+            uploaded.append((set(allow_patterns), options))
+            return SimpleNamespace(commit_url="https://hub/org/name/commit/1")
+
+    monkeypatch.setattr("hf_hyperdflash.hub.publish.HfApi", Api)
+    asked = ["--private", "--create-pr", "--token", "hf_token", *(["--revision", revision] if revision else [])]
+    done = CliRunner().invoke(app, ["push", str(folder / "drafter"), "org/name", *asked])
+    assert done.stdout.endswith("https://hub/org/name/commit/1\n") and made == branches
+    ((names, options),) = uploaded
+    assert names == WHOLE - ({"README.md"} if revision == "next" else set())
+    about = {"commit_message": "Upload HyperDFlash drafter", "commit_description": None}
+    assert options == {"repo_id": "org/name", "revision": revision, "create_pr": True, **about}
+
+
+def test_a_drafter_of_another_kind_is_pushed_with_its_code():
+    drafter = DeepseekV4MTPDrafter(tiny_config())
+    told = planned_push(drafter, "org/mtp")
+    assert all(f"  {name}" in told for name in (*code_of(drafter), "config.json", "model.safetensors", "README.md"))
+
+
 def test_a_push_without_network_is_one_line(folder, tmp_path):
     environment = {
         **os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x",
-        "HF_HOME": str(tmp_path),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2]),
     }  # fmt: skip
     code = "from hf_hyperdflash.cli.app import run; run()"
     result = python("-c", code, "push", folder / "drafter", "org/name", env=environment, cwd=tmp_path)
-    assert result.returncode == 1
-    told = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
-    assert len(told) == 1 and told[0].startswith("Error: org/name could not be pushed, the Hub was not reached")
-    assert "Traceback" not in result.stderr
-
-
-def test_a_saved_drafter_records_the_version(folder):
-    assert json.loads((folder / "drafter" / "config.json").read_text())["hyperdflash_version"] == __version__
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    (told,) = (line for line in result.stderr.splitlines() if line.startswith("Error: "))
+    assert "org/name" in told and "not reached" in told
 
 
 def test_trainer_and_adapters(hub, folder, tmp_path):
@@ -326,11 +288,9 @@ wrapped = PeftModel.from_pretrained(base, "org/adapter-alone").eval()
 told["texts"] = [written(model, assistant_model=wrapped)]
 told["same"] = all(torch.equal(v, adapted.state_dict()[k]) for k, v in wrapped.state_dict().items() if "lora" in k)
 """
-    told = run(hub, folder, tmp_path, code)
-    assert told == {"count": 1, "same": True}
-    own = {".gitattributes", "README.md", "config.json", "model.safetensors", "training.json"}
-    assert set(hub.files("org/trained")) == CODE | own
-    titles = [commit.title for commit in hub.commits("org/trained")]
+    assert run(hub, folder, tmp_path, code) == {"count": 1, "same": True}
+    assert set(hub.files("org/trained")) == WHOLE | {".gitattributes", "training.json"}
+    titles = [commit.title for commit in hub.repos["org/trained"].branches["main"]]
     assert any("step 1" in title for title in titles) and titles[-1] == "End of training"
     alone = {".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors"}
     assert set(hub.files("org/adapter")) == alone | {"training.json"}
@@ -344,7 +304,7 @@ def test_a_sharded_drafter_is_saved_under_its_own_name(tmp_path):
     drafter.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["auto_map"]["AutoModel"] == "modeling_hyperdflash.HyperDFlashDrafter"
-    assert config["architectures"] == ["HyperDFlashDrafter"]
+    assert config["architectures"] == ["HyperDFlashDrafter"] and config["hyperdflash_version"] == __version__
     assert {path.name for path in tmp_path.glob("*.py")} == {name for name in CODE if "/" not in name}
 
 
@@ -371,7 +331,60 @@ for commit in (commits[0], None):
     assert told["norms"] == [1.0, 2.0]
 
 
-def test_a_drafter_of_another_kind_is_pushed_with_its_code():
-    drafter = DeepseekV4MTPDrafter(tiny_config())
-    told = planned_push(drafter, "org/mtp")
-    assert all(f"  {name}" in told for name in (*code_of(drafter), "config.json", "model.safetensors", "README.md"))
+# What is read of a private repository, of a revision or folder of it
+
+
+def sum_of(model) -> list:
+    return [type(model).__name__, pytest.approx(sum(each.double().sum().item() for each in model.parameters()))]
+
+
+def of_folder(folder: Path, inside: str = "") -> dict[str, bytes]:
+    return {f"{inside}{path.name}": path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def private(hub, files: dict[str, bytes], branch: str = "main") -> None:
+    repo = hub.repos.setdefault("org/name", Repo("org/name", private=True))
+    repo.commit("main", "nothing", {"README.md": b"Nothing here."})
+    repo.commit(branch, "all", files)
+
+
+def test_a_target_is_read_where_it_is_said_to_be(hub, folder, tmp_path):
+    """All of it: whether it is a target, its configuration and its weights."""
+    target, _ = written("z-lab", tmp_path / "drafter")
+    target.save_pretrained(tmp_path / "target")
+    private(hub, of_folder(tmp_path / "target", "inner/"), "v2")
+    told = run(hub, folder, tmp_path, """
+from hf_hyperdflash import load_target
+place = dict(token="hf_token", revision="v2", subfolder="inner", cache_dir="elsewhere")
+for option in ("token", "revision", "subfolder"):
+    told[option] = failure(load_target, "org/name", **{k: v for k, v in place.items() if k != option})
+told["loaded"] = sum_of(load_target("org/name", **place))
+told["again"] = sum_of(load_target("org/name", **place | {"local_files_only": True}))
+told["cache_dir"] = failure(load_target, "org/name", **place | {"cache_dir": "nowhere", "local_files_only": True})
+""", token=None)  # fmt: skip
+    assert told["loaded"] == told["again"] == sum_of(target)
+    assert not list((tmp_path / "hub").glob("models--*/snapshots"))  # the cache that was not named
+    for option in ("token", "revision", "subfolder", "cache_dir"):
+        assert told[option].startswith("OSError: ") and "org/name" in told[option] and "\n" not in told[option]
+    assert "`revision` 'v2', `subfolder` 'inner'" in told["token"]
+
+
+@pytest.mark.parametrize("kind", mostly_nightly([*KINDS, *UNROLLED], kept=2))
+def test_of_a_repository_of_drafters_the_one_that_is_asked_for_is_downloaded(hub, folder, tmp_path, kind):
+    """In a folder, and the one outside of all."""
+    saved, files = {}, {}
+    for inner, one in (("", "z-lab"), ("full/", kind), ("full/old/", kind), ("other/", "speculators")):
+        _, saved[inner] = written(one, tmp_path / "saved" / inner)
+        files |= of_folder(tmp_path / "saved" / inner, inner)
+    private(hub, files)
+    told = run(hub, folder, tmp_path, """
+from hf_hyperdflash import load_drafter
+told["loaded"] = sum_of(load_drafter("org/name", subfolder="full", token="hf_token", dtype="float32"))
+told["wrong"] = failure(load_drafter, "org/name", subfolder="fall", token="hf_token")
+told["outside"] = sum_of(load_drafter("org/name", token="hf_token"))
+""", token=None)  # fmt: skip
+    assert told["loaded"] == sum_of(saved["full/"]) and told["outside"] == sum_of(saved[""])
+    assert "`subfolder` 'fall'" in told["wrong"] and "\n" not in told["wrong"]
+    contents = [path.split("/resolve/")[-1] for method, path in hub.requests if method == "GET"]
+    weights = {path.partition("/")[2] for path in contents if path.endswith((".safetensors", ".bin"))}
+    assert weights == {"full/model.safetensors", "model.safetensors"}

@@ -1,44 +1,28 @@
-"""Which drafters are published for a target: of the table, and of a small Hub over HTTP."""
+"""Which drafters are published for a target: of the table, and on the Hub."""
 
-import json
 import re
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+import torch
+from huggingface_hub import ModelInfo
+from huggingface_hub.errors import HfHubHTTPError
 from typer.testing import CliRunner
 
 from hf_hyperdflash.cli.app import app
-from hf_hyperdflash.hub.formats import FORMATS
-from hf_hyperdflash.hub.published import PUBLISHED, as_text, known_drafters
+from hf_hyperdflash.cli.drafters import drafters
+from hf_hyperdflash.hub import found
+from hf_hyperdflash.hub.published import PUBLISHED, PublishedDrafter, as_text, hub_drafters, known_drafters
 
-from ..helpers.hub_server import HubServer, Repo
+from ..conftest import tiny_config
+from ..helpers.deepseek_checkpoints import mtp_shapes, random_tensors, write
+from ..helpers.released_layouts import saved
 from .test_loading import written
 
 ROOT = Path(__file__).parents[2]
 TARGET = "Qwen/Qwen3-8B"
-
-
-@pytest.fixture
-def hub():
-    with HubServer() as server:
-        yield server
-
-
-def publish(hub: HubServer, name: str, files: dict[str, bytes], base: str = "") -> None:
-    repo = hub.repos.setdefault(name, Repo(name, private=False))
-    card = f"---\nbase_model: {base}\n---\n" if base else "A drafter."
-    repo.commit("refs/heads/main", None, "all", {"README.md": card.encode(), **files})
-
-
-def listed(environment: dict[str, str], *arguments: str) -> tuple[str, str]:
-    """What the command prints, and what it says beside that."""
-    code = f"import sys; sys.argv = ['hf-hyperdflash', 'drafters', *{arguments!r}]\n"
-    code += "from hf_hyperdflash.cli.app import run; run()"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stderr
-    return ran.stdout, ran.stderr
 
 
 def test_the_table_is_that_of_the_page():
@@ -97,40 +81,68 @@ def test_offline_the_table_answers_and_says_so(offline):
     assert "--drafter prompt-lookup" in printed and "hf-hyperdflash train --target org/unheard-of" in printed
 
 
-# Takes seconds: a command in a process of its own.
-def test_the_hub_is_asked_for_more(hub, tmp_path):
+PLAIN, OTHER = "Vanilla DFlash", "Qwen/Qwen3-4B"
+ON_THE_HUB = {  # what there is: whose drafter it says it is, its number of parameters, and its file
+    "somebody/a-dflash": (TARGET, 12_345, "z-lab"), "somebody/b-EAGLE": (TARGET, 1_000_000, "eagle"),
+    "somebody/a-dflash-of-another": (OTHER, 1, "z-lab"), "somebody/no-method": (TARGET, 1, "z-lab"),
+    "somebody/a-dflash-GGUF": (TARGET, 1, "z-lab"), "RedHatAI/Qwen3-8B-FP8": ("", 1, "z-lab"),
+    "RedHatAI/Qwen3-8B-DFlash": ("", 1_500_000_000, "z-lab"), "RedHatAI/Qwen3-4B-DFlash": ("", 1, "z-lab"),
+    "z-lab/Qwen3-8B-DFlash-b16": ("", 0, "z-lab"), "z-lab/Qwen3-8B-speculator": ("", 0, "V4"),
+}  # fmt: skip
+DAY = "2026-10-02"
+
+
+class Hub:
+    """Answers `HfApi`'s questions about these."""
+
+    def list_models(self, author="", search="", filter="", expand=(), limit=0):
+        assert {"safetensors", "lastModified", "tags"} <= {*expand} and limit >= len(ON_THE_HUB)
+        infos = [self.model_info(name) for name in ON_THE_HUB]
+        named = [info for info in infos if info.id.startswith(author) and search.lower() in info.id.lower()]
+        return [info for info in named if not filter or filter in info.tags]
+
+    def model_info(self, name, expand=()):
+        if name not in ON_THE_HUB:
+            raise HfHubHTTPError("404", response=MagicMock())
+        base, count, _ = ON_THE_HUB[name]
+        weights = {"safetensors": {"parameters": {"F32": count}, "total": count}} if count else {}
+        tags = [f"base_model:{base}", f"base_model:finetune:{base}"] if base else []
+        tags += ["base_model:quantized:a/b"] if name.endswith("no-method") else []
+        return ModelInfo(id=name, tags=tags, lastModified=f"{DAY}T01:02:03.000Z", **weights)
+
+
+def no_answer(*_, **options):
+    raise OSError("502")
+
+
+def test_the_hub_is_asked_for_more(tmp_path, monkeypatch, capsys):
     """By the tags of its targets, and by the names of those who publish drafters."""
-    for layout in FORMATS[:2]:
-        written(layout, tmp_path / layout)
-        files = {path.name: path.read_bytes() for path in (tmp_path / layout).iterdir() if path.is_file()}
-        publish(hub, f"somebody/{layout}-dflash", files, TARGET)
-        publish(hub, f"somebody/{layout}-dflash-of-another", files, "Qwen/Qwen3-4B")
-        publish(hub, f"RedHatAI/Qwen3-8B-{layout}-DFlash", files)
-    publish(hub, "RedHatAI/Qwen3-8B-FP8", {"config.json": b"{}"}, TARGET)  # no drafter by its name
-    publish(hub, "z-lab/Qwen3-8B-DFlash-b16", files)
-    fields = {"model_type": "llama", "architectures": ["EagleModel"]}
-    publish(hub, "nvidia/Qwen3-8B-Eagle", {"config.json": json.dumps(fields).encode()})
-    publish(hub, "nvidia/Qwen3-8B-Eagle-of-several", {"inner/config.json": b"{}"})
-    printed, said = listed({**hub.environment(tmp_path), "PYTHONPATH": str(ROOT)}, TARGET)
-    assert said.splitlines()[-1] == "From the table of this release and from the Hub."
-    entries = dict(re.findall(r"^  (\S+): (.*\n.*)$", printed, re.MULTILINE))
-    assert len(entries) == len(known_drafters(TARGET)) + 6
-    year = next(iter(hub.repos.values())).find("main").date[:4]
-    for name in (*(f"somebody/{layout}-dflash" for layout in FORMATS[:2]), "RedHatAI/Qwen3-8B-z-lab-DFlash"):
-        about, python = entries[name].split("\n")
-        assert "DFlash" in about and " parameters, " in about and f", {year}-" in about, about
-        assert python.strip() == f'drafter = load_drafter("{name}", target=target)'
-    assert entries["z-lab/Qwen3-8B-DFlash-b16"].startswith("DFlash, z-lab, ")
-    assert (
-        "not read: " in entries["nvidia/Qwen3-8B-Eagle"] and "EAGLE-1 or EAGLE-2" in entries["nvidia/Qwen3-8B-Eagle"]
-    )
-    assert "has no configuration that can be loaded" in entries["nvidia/Qwen3-8B-Eagle-of-several"]
-    asked = {path for method, path in hub.requests if "/resolve/" in path}
-    assert all(path.endswith("config.json") for path in asked)  # no weights
-
-
-def test_a_table_entry_that_is_not_on_the_hub_is_listed_without_size(hub, tmp_path):
-    printed, _ = listed({**hub.environment(tmp_path), "PYTHONPATH": str(ROOT)}, TARGET)
-    entries = dict(re.findall(r"^  (\S+): (.*)\n", printed, re.MULTILINE))
-    assert entries.keys() == {drafter.name for drafter in known_drafters(TARGET)}
-    assert entries["z-lab/Qwen3-8B-DFlash-b16"] == "DFlash, z-lab"
+    look = found.check_drafter
+    written("z-lab", tmp_path / "z-lab")
+    write(tmp_path / "V4", tiny_config(), random_tensors(mtp_shapes(tiny_config())))
+    saved(tmp_path / "eagle", {"model_type": "llama", "architectures": ["EagleModel"]}, {"a": torch.zeros(1)})
+    monkeypatch.setattr(found, "check_drafter", lambda name: look(tmp_path / ON_THE_HUB[name][2]))
+    listed = {drafter.name: drafter for drafter in hub_drafters(TARGET, Hub())}
+    others = {
+        "somebody/a-dflash": (PLAIN, "12,345 parameters"), "somebody/b-EAGLE": ("", "1.0 M parameters"),
+        "RedHatAI/Qwen3-8B-DFlash": (PLAIN, "1.5 B parameters"), "z-lab/Qwen3-8B-speculator": ("MTP", ""),
+    }  # fmt: skip
+    known = {drafter.name: drafter for drafter in known_drafters(TARGET)}
+    assert listed.keys() == known.keys() | others.keys()
+    for name, (kind, size) in others.items():
+        drafter = listed.pop(name)
+        assert drafter == PublishedDrafter(name, TARGET, kind, size, DAY, drafter.why_not_read)
+        assert ("EAGLE-1 or EAGLE-2" in drafter.why_not_read) == bool(drafter.why_not_read) == (not kind)
+    shown = listed.pop("z-lab/Qwen3-8B-DFlash-b16")
+    assert shown == replace(known[shown.name], date=DAY) and not shown.why_not_read
+    for name, drafter in listed.items():  # which the Hub does not show
+        assert drafter == replace(known[name], why_not_read=drafter.why_not_read) and "gone" in drafter.why_not_read
+    monkeypatch.setattr("hf_hyperdflash.cli.drafters.why_unreachable", lambda: "")
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    drafters(TARGET)
+    printed, said = capsys.readouterr()
+    assert printed.strip() == as_text(hub_drafters(TARGET, Hub())) and "and from the Hub" in said
+    monkeypatch.setattr(Hub, "list_models", no_answer)
+    drafters(TARGET)
+    assert capsys.readouterr().out.strip() == as_text(known_drafters(TARGET))
+    assert "somebody/a-dflash: Vanilla DFlash, 12,345 parameters, 2026-10-02\n" in printed

@@ -259,14 +259,6 @@ def test_permissions_are_looked_at_first(monkeypatch, capsys, wrong):
     assert code == 1 and "closed" in lines[-1] and "written to" in lines[-1]
 
 
-def test_the_system_is_quoted_without_its_numbers(monkeypatch, capsys, tmp_path):
-    """A folder stands where the card's training record should."""
-    shutil.copytree(DRAFTER, tmp_path / "drafter")
-    (tmp_path / "drafter" / "README.md").mkdir()
-    code, lines = ended(monkeypatch, capsys, "card", tmp_path / "drafter")
-    assert code == 1 and lines == [f"Error: {tmp_path / 'drafter' / 'README.md'}: Is a directory."]
-
-
 @pytest.mark.parametrize(("rank", "where"), [("0", ""), ("1", " in process 1")])
 def test_of_several_processes_each_tells_which_it_is(monkeypatch, capsys, rank, where):
     monkeypatch.setenv("RANK", rank)

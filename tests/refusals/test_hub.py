@@ -14,7 +14,6 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, load_drafter, load_target
 from hf_hyperdflash.benchmark.report import measured
 from hf_hyperdflash.hub.cards import drafter_card
 from hf_hyperdflash.hub.formats import export_dflash
-from hf_hyperdflash.hub.found import check_drafter
 from hf_hyperdflash.hub.gguf import name_in_gguf
 from hf_hyperdflash.hub.loading import check_target
 
@@ -51,20 +50,14 @@ FIELDS = {
         ({"dflash_config": None, "architectures": None}, ("EAGLE-1", "DFlash")),
         ({"dflash_config": None}, ("mask_token_id",)),
         ({"dflash_config": {**ROLES, "target_layer_ids": [0, 3]}}, ("[0, 3]", "4", "last layer")),
-        ({"dflash_config": {**ROLES, "target_layer_ids": [0, 9]}}, ("[0, 9]", "4", "last layer")),
-        ({"dflash_config": {**ROLES, "target_layer_ids": [2, 0]}}, ("[2, 0]", "ascending")),
-        ({"dflash_config": {**ROLES, "target_layer_ids": [1, 1]}}, ("[1, 1]", "once")),
         ({"dflash_config": {**ROLES, "target_layer_ids": ["0"]}}, ("['0']", "layer numbers")),
         ({"dflash_config": {**ROLES, "target_layer_ids": [-2, 2]}}, ("[-2, 2]", "embeddings")),
         ({"dflash_config": ROLES}, ("target_layer_ids",)),
         ({"dflash_config": {"target_layer_ids": [0, 2], "block_size": 5}}, ("mask_token_id",)),
-        ({"dflash_config": {**ROLES, "target_layer_ids": [0, 2], "mask_token_id": 64}}, ("64", "vocabulary")),
         ({"dflash_config": {**ROLES, "target_layer_ids": [0, 2], "block_size": "5"}}, ("block_size", "'5'")),
-        ({"dflash_config": {**ROLES, "target_layer_ids": [0], "block_size": 10**9}}, ("block_size", "4096")),
         ({"dflash_config": "yes"}, ("dflash_config", "'yes'", "dictionary")),
         ({"layer_types": [SLIDING, FULL]}, ("sliding_window", "None", "use")),
         ({"layer_types": [SLIDING, FULL], "sliding_window": 8, "use_sliding_window": False}, ("8", "False", "use")),
-        ({"layer_types": [SLIDING], "sliding_window": 8, "use_sliding_window": True}, ("layer_types", "2")),
         ({"num_hidden_layers": 10**9}, ("num_hidden_layers", "1024")),
         ({"num_hidden_layers": 1}, ("11 unexpected", "layers.1")),
         ({"intermediate_size": 47}, ("another shape", "layers.0.mlp")),
@@ -77,10 +70,8 @@ FIELDS = {
         ({"transformer_layer_config": None}, ("transformer_layer_config", "None", "dictionary")),
         ({"speculators_config": 3}, ("speculators_config", "3", "dictionary")),
         ({"aux_hidden_state_layer_ids": None}, ("aux_hidden_state_layer_ids",)),
-        ({"aux_hidden_state_layer_ids": ["1"]}, ("['1']", "layer numbers")),
         ({"block_size": None}, ("block_size",)),
         ({"mask_token_id": None}, ("mask_token_id",)),
-        ({"mask_token_id": "1"}, ("mask_token_id", "'1'", "integer")),
         ({"speculators_model_type": "ngram"}, ("'ngram'", "dflash, dflash2, dspark")),
         ({"speculators_model_type": "peagle"}, ("P-EAGLE", "DFlash")),
     ],
@@ -88,7 +79,6 @@ FIELDS = {
         ({"architectures": ["Gemma4DSparkModel"]}, ("Gemma4DSparkModel", "Qwen3")),
         ({"markov_head_type": "fir"}, ("markov_head_type", "'fir'", "vanilla, gated, rnn")),
         ({"markov_rank": None}, ("2 unexpected", "markov_head")),
-        ({"markov_rank": "8"}, ("head_rank", "'8'")),
         ({"enable_confidence_head": False}, ("2 unexpected", "confidence_head")),
         ({"layer_types": [FULL, SLIDING]}, ("sliding_window", "None")),
         ({"dspark_bonus_anchor": True, "sample_from_anchor": True}, ("bonus_anchor", "sample_from_anchor", "True")),
@@ -101,19 +91,15 @@ FIELDS = {
     ],
     "speculators dspark": [({"markov_head_type": "rnn"}, ("2 missing", "markov_head.joint_proj"))],
     "speculators rnn": [({"sample_from_anchor": False}, ("'rnn'", "sample_from_anchor"))],
-    "speculators dflash2": [({"conv_group_size": 7}, ("conv_group_size", "7"))],
     "z-lab dflash2": [
         ({"is_causal": "yes"}, ("is_causal", "'yes'", "true, false or none")),
         ({"final_logit_softcapping": "30"}, ("final_logit_softcapping", "'30'", "number")),
         ({"target_hidden_size": 128}, ("target_hidden_size", "128", "64")),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.5}}, ("partial_rotary_factor", "1.5")),
         ({IDS: [1, 2]}, (IDS, "[1, 2]", "[0, 2]", "one more")),
     ],
     "z-lab dflash2 flat": [
         ({"selector_top_k": 0}, ("selector_top_k",)),
         ({"selector_rank": None, "conv_kernel_size": None}, ("selector_rank, conv_kernel_size",)),
-        ({"conv_kernel_size": 9}, ("conv_kernel_size", "9")),
-        ({"selector_top_k": 65}, ("head_candidates", "65", "64")),
     ],
     "safeailab": [
         ({"eagle_config": {IDS: [4, 1]}}, ("[4, 1]", "ascending")),
@@ -124,7 +110,6 @@ FIELDS = {
         ({"eagle_config": {IDS: [-1, 2, 5]}}, ("[-1, 2, 5]", "from 0")),
         ({"eagle_config": None, IDS: [-1, 2, 4]}, ("[-2, 1, 3]", "from 0")),
         ({"num_aux_hidden_states": 5}, ("num_aux_hidden_states", "5", "3")),
-        ({"partial_rotary_factor": 0.01}, ("partial_rotary_factor", "0.01")),
         ({"final_logit_softcapping": -30.0}, ("final_logit_softcapping", "-30.0")),
         ({"layer_types": [SLIDING], "sliding_window": 8}, ("sliding attention",)),
         ({"use_sliding_window": True, "sliding_window": 8}, ("sliding attention",)),
@@ -150,6 +135,7 @@ TENSORS = [  # of a truncated vocabulary
     (set_to("d2t", lambda offsets: offsets[:-1]), ("20", "63")),
     (lambda tensors: tensors.pop("d2t"), ("20 of 64", "d2t")),
     (set_to("embed_tokens.weight", lambda rows: rows.flip(0)), ("embed_tokens.weight", "copy")),
+    (set_to("embed_tokens.weight", lambda rows: rows[:, :-1]), ("embed_tokens.weight", "copy")),
     (set_to("lm_head.weight", torch.zeros_like), ("lm_head.weight", "copy")),
 ]  # fmt: skip
 READ = {
@@ -238,8 +224,6 @@ def pair(tmp_path_factory):
     folder, target = tmp_path_factory.mktemp("pair"), tiny_target()
     target.save_pretrained(folder / "target")
     tiny_drafter(target).save_pretrained(folder / "drafter")
-    tiny_drafter(target).save_pretrained(folder / "weightless")
-    (folder / "weightless" / "model.safetensors").unlink()
     (folder / "nothing").mkdir()
     return folder
 
@@ -258,16 +242,12 @@ def without_memory():
 RESULTS = Path(__file__).parents[2] / "experiments" / "results" / "tiny-deepseek-v4" / "heads" / "results.jsonl"
 REFUSED = {
     "a target as drafter": Refusal(lambda at: load_drafter(at / "target"), ("target", "`mtp.*`")),
-    "a look at a target": Refusal(lambda at: check_drafter(at / "target"), ("target", "`mtp.*`")),
-    "a drafter as target": Refusal(lambda at: load_target(str(at / "drafter")), ("a HyperDFlash drafter", "target")),
     "a drafter's own one": Refusal(lambda at: DeepseekV4MTPDrafter.from_target(at / "drafter"), ("DeepSeek-V4",)),
     "no dtype": Refusal(lambda at: load_drafter(at / "drafter", dtype="float7"), ("`dtype`", "'float7'")),
     "no dtype of a target": Refusal(
         lambda at: load_target(str(at / "target"), dtype="flaot32"), ("`dtype`", "'flaot32'")
     ),
-    "no weights": Refusal(lambda at: load_drafter(at / "weightless"), ("weightless", "model.safetensors"), OSError),
     "nowhere": Refusal(lambda at: load_drafter("./nowhere"), ("./nowhere", "drafter", str(Path.cwd())), OSError),
-    "nowhere at all": Refusal(lambda at: load_drafter("/no/where"), ("/no/where", "drafter"), OSError),
     "no subfolder": Refusal(lambda at: load_drafter(at, subfolder="outer"), ("/outer", "drafter"), OSError),
     "no name": Refusal(lambda at: load_drafter(None), ("drafter", "None", "folder")),
     "no option": Refusal(lambda at: load_drafter(at / "drafter", devise="cpu"), ("'devise'", "from_pretrained")),
@@ -275,7 +255,6 @@ REFUSED = {
         lambda at: load_target(str(at / "target"), devise="cpu"), ("'devise'", "from_pretrained")
     ),
     "no device": Refusal(lambda at: load_drafter(at / "drafter", device="gpu"), ("`device`", "'gpu'", "cuda:0")),
-    "too many devices": Refusal(lambda at: load_drafter(at / "drafter", device="cuda:77"), ("`device`", "'cuda:77'")),
     "a name for a target": Refusal(lambda at: load_drafter(at / "drafter", target="org/name"), ("org/name", "model")),
     "a number for a target": Refusal(lambda at: load_drafter(at / "drafter", target=3), ("int", "model")),
     "a card of a target": Refusal(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -13,21 +13,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
-from .text import Piece, Pieces, writer_name
+from .text import Piece, PieceStreamer
 from .who_wrote import position_style
-
-if TYPE_CHECKING:
-    import torch
 
 _REDRAWN = 0.1  # seconds between two drawings, so that they take no time of the text
 _TWO_COLUMNS = 80  # characters of a row
 
 
-class Side(BaseStreamer):
-    """One of the two answers: the target's alone where `drafter` is `None`. Its time runs from when it is made to its
-    last token."""
+class Side(PieceStreamer):
+    """One of the two answers. Its time runs from when it is made to its last token."""
 
     def __init__(
         self,
@@ -37,23 +32,16 @@ class Side(BaseStreamer):
         console: Console,
         redraw: Callable[[], None],
     ) -> None:
-        self.title, self.drafter, self.console, self._redraw = title, drafter, console, redraw
-        self.text, self.tokens, self.seconds = Text(), list[int](), 0.0
-        self._pieces, self._has_prompt, self._began = Pieces(tokenizer), False, time.perf_counter()
+        super().__init__(tokenizer, drafter)
+        self.title, self.console, self._redraw = title, console, redraw
+        self.text, self.seconds, self._began = Text(), 0.0, time.perf_counter()
 
-    def put(self, value: torch.Tensor) -> None:
-        """Add a token. The prompt, which comes first, is not shown."""
-        if not self._has_prompt:
-            self._has_prompt = True
-            return
-        self.tokens.append(int(value))
-        self._add(self._pieces.add(self.tokens[-1], *self._writer()))
+    def show(self, piece: Piece | None) -> None:
+        if piece is not None:
+            style = "" if self.drafter is None else position_style(piece.position, self.console.color_system)
+            self.text.append(piece.text, style)
         self.seconds = time.perf_counter() - self._began
         self._redraw()
-
-    def end(self) -> None:
-        """Add what is left of a text that ends within a character."""
-        self._add(self._pieces.last_piece(*self._writer()) if self.tokens else None)
 
     def rendered(self) -> Table:
         """Return the answer below its title, and its speed so far."""
@@ -67,15 +55,6 @@ class Side(BaseStreamer):
     def rate(self) -> float:
         """Tokens a second, the prompt's forward included."""
         return len(self.tokens) / max(self.seconds, 1e-9)
-
-    def _writer(self) -> tuple[int, bool]:
-        stats = None if self.drafter is None else self.drafter.last_stats
-        return (0, False) if stats is None else (stats.written[-1], stats.by_head[-1])
-
-    def _add(self, piece: Piece | None) -> None:
-        if piece is not None:
-            style = "" if self.drafter is None else position_style(piece.position, self.console.color_system)
-            self.text.append(piece.text, style)
 
 
 class SideBySide:
@@ -111,19 +90,13 @@ class SideBySide:
         shown = [side.rendered() for side in self.sides]
         grid = Table.grid(padding=(0, 2), expand=True)
         if self.console.is_terminal and self.console.width >= _TWO_COLUMNS:
-            for _ in range(2):
+            for _ in shown:
                 grid.add_column(ratio=1)
             grid.add_row(*shown)
         else:
             for column in shown:
                 grid.add_row(Padding(column, (0, 0, 1, 0)))
         return grid
-
-    def legend(self) -> Text:
-        """Return who wrote in which colour."""
-        positions = range(max(self.drafter.last_stats.written, default=0) + 1)
-        colours = self.console.color_system
-        return Text.assemble(*((f"{writer_name(at)}  ", position_style(at, colours)) for at in positions))
 
     def table(self, note: str) -> Table:
         """Return the table of both answers, with a note below it."""

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...decoding.stats import SpeculationStats
+    from ...drafters.base import Drafter
 
 BY_HEAD = "underlined: chosen by the head, the block alone holds another token more probable"
 
@@ -57,6 +64,39 @@ class Pieces:
         if text.endswith("\n"):
             self._line, self._known_characters = [], 0
         return Piece(new, position, self._tokens - 1, by_head) if new else None
+
+
+class PieceStreamer(BaseStreamer):
+    """Takes the tokens of a text, without its prompt, and hands on its pieces. `drafter` is `None` where the target
+    writes alone; else its `last_stats` say who wrote a token, and which ones a head chose inside
+    [`~decoding.stats.keep_trees`]."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, drafter: Drafter | None) -> None:
+        self.drafter, self.tokens = drafter, list[int]()
+        self._pieces, self._has_prompt = Pieces(tokenizer), False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._has_prompt:
+            self.tokens.append(int(value))
+            self.show(self._pieces.add(self.tokens[-1], *self._writer()))
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Hand on what is left of a text that ends within a character."""
+        piece = self._pieces.last_piece(*self._writer()) if self.tokens else None
+        if piece is not None:
+            self.show(piece)
+
+    def show(self, piece: Piece | None) -> None:
+        """Show the piece that a token completed, if it completed one."""
+        raise NotImplementedError
+
+    @property
+    def stats(self) -> SpeculationStats | None:
+        return None if self.drafter is None else self.drafter.last_stats
+
+    def _writer(self) -> tuple[int, bool]:
+        return (0, False) if self.stats is None else (self.stats.written[-1], self.stats.by_head[-1])
 
 
 def writer_name(position: int, by_head: bool = False) -> str:

@@ -12,12 +12,11 @@ each id is one more than ours.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ...drafters.unrolled.configuration_eagle3 import Eagle3Config
-from .lines import EAGLE_IDS, NO_WINDOWS, ROPE, SOFT_CAP, before, eagle_config_ids, from_outputs, shape
+from .lines import EAGLE_IDS, NO_WINDOWS, ROPE, SOFT_CAP, eagle_config_ids, layer_ids, shape
 from .speculators import LAYERS, TARGET
 from .table import Entry, Fields, Given, Layout, same
 
@@ -60,14 +59,14 @@ def _as_llama(given: Given) -> Fields:
     return {**width, "num_hidden_layers": 1, "num_key_value_heads": given("num_key_value_heads") or heads}
 
 
-def target_layers(ids_in: Callable[[Given], list[Any]]) -> Entry:
+def target_layers(ids_in: Callable[[Given], list[int] | None]) -> Entry:
     """Return the line of what is read of the target: the mean over the streams of some layers, which most files do not
     name, and states of a width of their own or the drafter's."""
 
     def read(given: Given) -> Fields:
         ids, width = ids_in(given), given("target_hidden_size") or 0
         return {
-            "target_layer_ids": from_outputs(ids) or [1, 2, 3],
+            "target_layer_ids": ids or [1, 2, 3],
             "usual_layers": not ids,
             "target_hidden_size": width,
             "own_embedding": width not in (0, given("hidden_size")),
@@ -79,32 +78,13 @@ def target_layers(ids_in: Callable[[Given], list[Any]]) -> Entry:
     return Entry(("target_hidden_size",), read)
 
 
-def draft_vocabulary(usual: Callable[[Given], int]) -> Entry:
-    """Return the line of the tokens that can be drafted, with what a program takes where nothing is said."""
-    return Entry(
-        ("draft_vocab_size",),
-        lambda given: {"draft_vocab_size": given("draft_vocab_size") or usual(given)},
-    )
-
-
-def _ids(given: Given) -> list[Any]:
-    """Return the layers that are named, counted from 0, -1 for the embeddings; none if none is named."""
-    eagle, entering = eagle_config_ids(given), before(given.top.get(EAGLE_IDS) or ())
-    stated = [ids for ids in (eagle, given("target_layer_ids"), entering) if ids]
-    if any(ids != stated[0] for ids in stated):
-        raise ValueError(
-            f"{given.name} says twice which layers it reads, and not the same: `eagle_config` {eagle}, "
-            f"`target_layer_ids` {given('target_layer_ids')}, and `{EAGLE_IDS}` {given.top.get(EAGLE_IDS)}, which is "
-            "one more."
-        )
-    ids, count = stated[0] if stated else [], given("num_aux_hidden_states")
-    if count not in (None, len(ids) or 3):
-        raise ValueError(f"`num_aux_hidden_states` of {given.name} is {count!r}, but it reads {len(ids) or 3} layers.")
+def _ids(given: Given) -> list[int] | None:
+    at_top = (EAGLE_IDS, given.top.get(EAGLE_IDS), 1)
+    ids = layer_ids(given, eagle_config_ids(given), ("target_layer_ids", given("target_layer_ids"), 0), at_top)
+    reads, count = len(ids) if ids else 3, given("num_aux_hidden_states")
+    if count not in (None, reads):
+        raise ValueError(f"`num_aux_hidden_states` of {given.name} is {count!r}, but it reads {reads} layers.")
     return ids
-
-
-def _flag(name: str) -> Entry:
-    return Entry((name,), lambda given: {name: bool(given(name))})
 
 
 def _rename(name: str) -> str | None:
@@ -133,10 +113,10 @@ _SHARED = (
     NO_WINDOWS,
     SOFT_CAP,
     target_layers(_ids),
-    draft_vocabulary(lambda given: given("vocab_size")),
+    Entry(("draft_vocab_size",), lambda given: {"draft_vocab_size": given("draft_vocab_size") or given("vocab_size")}),
     Entry((EAGLE_IDS,)),
-    _flag("norm_before_residual"),
-    _flag("fc_norm"),
+    same("norm_before_residual", "norm_before_residual", missing=False),
+    same("fc_norm", "fc_norm", missing=False),
 )
 FLAT = Layout(
     fits=lambda fields: (
@@ -178,8 +158,8 @@ SPECULATORS = Layout(
     table=(
         Entry(("speculators_model_type",)),
         *_SHARED,
-        _flag("norm_before_fc"),
-        _flag("norm_output"),
+        same("norm_before_fc", "norm_before_fc", missing=False),
+        same("norm_output", "norm_output", missing=False),
         Entry((), lambda given: {"qk_norm": given.layers.get("model_type") == "qwen3"}),
         TARGET,
         Entry(("final_logit_softcapping",), is_of_layers=True),  # or there

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
 
+from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.configuration import SPECIAL_TOKENS
 from ...drafters.parts.block_attention import FULL, SLIDING
 from ...targets.hooks import EMBEDDINGS
@@ -117,27 +119,37 @@ NO_WINDOWS = WINDOWS._replace(read=_refuse_windows)
 # What is read of the target
 
 
-def from_outputs(ids: object) -> object:
-    """Return our ids of layers from those that count outputs, in which -1 is the embeddings'. Our configuration checks
-    them."""
-    return [EMBEDDINGS if i == -1 else i for i in ids] if isinstance(ids, list) else ids
+def layer_ids(given: Given, *places: tuple[str, object, int]) -> list[int] | None:
+    """Return the layers that a drafter reads, by ours: `places` are what fields of its config.json say, which must all
+    be the same, and by how much they count more than the layer whose output is meant. `None` if none says anything;
+    our configuration checks what they say."""
+    stated = []
+    for name, ids, offset in places:
+        layers = ids
+        if isinstance(ids, list):
+            counted = [i - offset if type(i) is int else i for i in ids]
+            layers = [EMBEDDINGS if i == -1 else i for i in counted]
+        if layers:
+            stated.append((name, ids, layers))
+    if any(layers != stated[0][2] for _, _, layers in stated):
+        told = ", ".join(f"`{name}` {ids}" for name, ids, _ in stated)
+        raise ValueError(
+            f"{given.name} says several times which layers it reads, and not the same: {told}, where `{EAGLE_IDS}` at "
+            "the top level is one more."
+        )
+    return cast("list[int]", stated[0][2]) if stated else None
 
 
-def before(ids: Any) -> Any:
-    """Return the layers whose outputs enter others, each of which is one more."""
-    return [i - 1 if type(i) is int else i for i in ids]
-
-
-def eagle_config_ids(given: Given) -> list[int]:
-    """Return the layers that an `eagle_config` names, counted from 0."""
-    ids = given.inner.get(EAGLE_IDS) or []
-    if any(type(i) is int and i < 0 for i in ids):
+def eagle_config_ids(given: Given) -> tuple[str, object, int]:
+    """Return the layers that an `eagle_config` names, a place of [`layer_ids`]."""
+    ids = given.inner.get(EAGLE_IDS)
+    if any(type(i) is int and i < 0 for i in ids or ()):
         raise ValueError(
             f"The `eagle_config` of {given.name} names layers {ids}, expected numbers from 0: below 0 is the last "
             f"layer to some programs and the embeddings to others. `{EAGLE_IDS}` at the top level calls the "
             "embeddings 0."
         )
-    return ids
+    return "eagle_config", ids, 0
 
 
 def layers_read(name: str, offset: int) -> Entry:
@@ -146,15 +158,7 @@ def layers_read(name: str, offset: int) -> Entry:
     the outputs enter instead."""
 
     def read(given: Given) -> Fields:
-        ids, entering = given(name), given(EAGLE_IDS)
-        ids = before(ids) if offset and isinstance(ids, list) else ids
-        if isinstance(entering, list):
-            if ids not in (None, before(entering)):
-                raise ValueError(
-                    f"`{EAGLE_IDS}` of {given.name} is {entering} and `{name}` {given(name)}, expected the same "
-                    f"layers, each {'' if offset else 'one more'}."
-                )
-            ids = before(entering)
+        ids = layer_ids(given, (name, given(name), offset), (EAGLE_IDS, given(EAGLE_IDS), 1))
         if not ids:
             raise ValueError(f"config.json of {given.name} lacks `{name}`, expected the layers that it reads.")
         count = given("num_target_layers")
@@ -164,7 +168,7 @@ def layers_read(name: str, offset: int) -> Entry:
                 f"{given.name} reads layers {ids} of its target's {count}: the last layer's output, which is normed "
                 "in some programs and not in others, is not supported."
             )
-        return {"target_layer_ids": from_outputs(ids)}
+        return {"target_layer_ids": ids}
 
     def write(config: Any) -> Fields:
         return {name: [(-1 if i == EMBEDDINGS else i) + offset for i in config.target_layer_ids or ()]}
@@ -251,11 +255,6 @@ DSPARK = Entry(
 )  # fmt: skip
 
 
-def is_dspark(config: Any) -> bool:
-    """Return whether a drafter has a part that DSpark has."""
-    return config.sequential_head in _MARKOV_HEADS.values() or config.confidence_head
-
-
 def _read_dflash2(given: Given) -> Fields:
     missing = [field for field in SELECTOR_FIELDS if not given(field)]
     if missing:
@@ -263,21 +262,30 @@ def _read_dflash2(given: Given) -> Fields:
     return {"sequential_head": "selector", **{ours: given(theirs) for ours, theirs in _SELECTOR.items()}}
 
 
-def _write_dflash2(config: Any) -> Fields:
-    fields = {theirs: getattr(config, ours) for ours, theirs in _SELECTOR.items()}
-    return {**fields, "selector_top_k": config.head_candidates or config.vocab_size}
+DFLASH2 = Entry(
+    SELECTOR_FIELDS,
+    _read_dflash2,
+    lambda config: {
+        **{theirs: getattr(config, ours) for ours, theirs in _SELECTOR.items()},
+        "selector_top_k": config.head_candidates or config.vocab_size,
+    },
+)
 
 
-DFLASH2 = Entry(SELECTOR_FIELDS, _read_dflash2, _write_dflash2)
-
-
-def is_dflash2(config: Any) -> bool:
+def is_dflash2(config: HyperDFlashConfig) -> bool:
     """Return whether a drafter has both parts that only DFlash 2 has."""
     return config.sequential_head == "selector" and bool(config.conv_kernel_size)
 
 
-def served_by_both(config: Any, speculative: Mapping[str, Any], sglang: str) -> str:
-    """Return the options of vLLM and SGLang that serve a drafter, or why SGLang does not."""
+def vllm(config: HyperDFlashConfig, folder: Path, method: str) -> str:
+    """Return the option with which vLLM serves what is in a folder."""
+    speculative = {"method": method, "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
+    return f"vLLM: --speculative-config '{json.dumps(speculative)}'"
+
+
+def sglang(config: HyperDFlashConfig, folder: Path, method: str, more: str) -> str:
+    """Return the options with which SGLang does, or why it does not."""
     if "partial_rotary_factor" in (config.rope_parameters or {}):
-        sglang = "rotates all of a drafter's heads, whatever `partial_rotary_factor` says: it would draft otherwise."
-    return f"vLLM: --speculative-config '{json.dumps(speculative)}'\nSGLang: {sglang}"
+        turned = "rotates all of a drafter's heads, whatever `partial_rotary_factor` says"
+        return f"SGLang: {turned}: it would draft otherwise."
+    return f"SGLang: --speculative-algorithm {method} --speculative-draft-model-path {folder} {more}"

@@ -4,8 +4,8 @@ layers it reads it mostly does not say: 1, n / 2 - 1 and n - 4, as EAGLE-3; else
 from __future__ import annotations
 
 from ...drafters.unrolled.configuration_specblock import SpecBlockConfig
-from .eagle3 import draft_vocabulary, target_layers
-from .lines import EAGLE_IDS, ROPE, SOFT_CAP, eagle_config_ids, shape
+from .eagle3 import target_layers
+from .lines import EAGLE_IDS, ROPE, SOFT_CAP, eagle_config_ids, layer_ids, shape
 from .table import Layout, marked, same
 
 # Their names, and ours.
@@ -31,8 +31,8 @@ LAYOUT = Layout(
         shape(lambda given: {"head_dim": (given("hidden_size") or 0) // (given("num_attention_heads") or 1)}),
         ROPE,
         SOFT_CAP,
-        target_layers(eagle_config_ids),
-        draft_vocabulary(lambda given: 32000),
+        target_layers(lambda given: layer_ids(given, eagle_config_ids(given))),
+        same("draft_vocab_size", "draft_vocab_size", missing=32000),
         same("block_size", "diffspec_draft_token_num", missing=7),
         same("target_model_type", "target_model_type", missing=""),
     ),

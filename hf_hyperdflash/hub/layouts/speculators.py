@@ -3,9 +3,7 @@ so each id is one more than ours."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from .lines import (
@@ -17,10 +15,10 @@ from .lines import (
     STREAMS,
     WINDOWS,
     is_dflash2,
-    is_dspark,
     layers_read,
     read_windows,
     shape,
+    vllm,
 )
 from .table import Entry, Fields, Given, Layout, always, inside, same, section
 from .zlab import BLOCK_SIZE, rename
@@ -43,7 +41,8 @@ _DEFAULTS: dict[str, Fields] = {
 
 
 def _algorithm(config: HyperDFlashConfig) -> str:
-    return "dflash2" if is_dflash2(config) else "dspark" if is_dspark(config) else "dflash"
+    has_dsparks = DSPARK.write(config)["markov_rank"] or config.confidence_head
+    return "dflash2" if is_dflash2(config) else "dspark" if has_dsparks else "dflash"
 
 
 def _read_algorithm(given: Given) -> Fields:
@@ -92,9 +91,7 @@ def served(config: HyperDFlashConfig, folder: Path) -> str:
         return "vLLM reads DFlash 2 in z-lab's layout."
     if config.sequential_head in ("gated_markov", "recurrent"):
         return f"No engine is known to serve a {config.sequential_head!r} head: vLLM knows 'markov' alone."
-    speculative: dict[str, Any] = {"method": _algorithm(config), "model": str(folder)}
-    speculative["num_speculative_tokens"] = config.max_draft_tokens
-    command = f"vLLM: --speculative-config '{json.dumps(speculative)}'"
+    command = vllm(config, folder, _algorithm(config))
     if config.sliding_window is None:
         return command
     window = f"vLLM counts the window of {config.sliding_window} from each slot, not the anchor: drafts may differ."

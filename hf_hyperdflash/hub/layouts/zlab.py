@@ -6,7 +6,6 @@ block drafts, the anchor too, and layer -1 is the embedding's output."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,9 @@ from .lines import (
     is_dflash2,
     layers_read,
     read_windows,
-    served_by_both,
+    sglang,
     shape,
+    vllm,
 )
 from .table import Entry, Fields, Given, Layout, always, inside, marked, same, written_if
 
@@ -129,11 +129,10 @@ def rename(name: str) -> str:
 
 def served(config: HyperDFlashConfig, folder: Path) -> str:
     """Return the options with which engines serve it."""
-    speculative = {"method": "dflash", "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
-    if is_dflash2(config):
-        return f"vLLM: --speculative-config '{json.dumps(speculative)}'"
-    sglang = f"--speculative-algorithm DFLASH --speculative-draft-model-path {folder}"
-    return served_by_both(config, speculative, f"{sglang} --speculative-num-draft-tokens {config.block_size}")
+    served = [vllm(config, folder, "dflash")]
+    if not is_dflash2(config):
+        served.append(sglang(config, folder, "DFLASH", f"--speculative-num-draft-tokens {config.block_size}"))
+    return "\n".join(served)
 
 
 LAYOUT = Layout(
@@ -181,9 +180,8 @@ def _deepspec_served(config: HyperDFlashConfig, folder: Path) -> str:
     """Return the options with which engines serve it."""
     if config.sequential_head != "markov":
         return "vLLM and SGLang serve DSpark's 'markov' head alone."
-    speculative = {"method": "dspark", "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
-    sglang = f"--speculative-algorithm DSPARK --speculative-draft-model-path {folder}"
-    return served_by_both(config, speculative, f"{sglang} --speculative-dspark-block-size {config.block_size}")
+    size = f"--speculative-dspark-block-size {config.block_size}"
+    return f"{vllm(config, folder, 'dspark')}\n{sglang(config, folder, 'DSPARK', size)}"
 
 
 DEEPSPEC = replace(

@@ -47,10 +47,10 @@ from .runs.checkpoints import (
     checkpoints,
     describe_earlier_run,
     newest_complete,
+    public_name,
     remove_checkpoint,
 )
 from .runs.progress import Lines, LinesAboveBar
-from .runs.record import public_name
 from .trainer import HyperDFlashTrainer
 
 if TYPE_CHECKING:

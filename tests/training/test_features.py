@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.features import store
-from hf_hyperdflash.training.features.capture import compute_residual
 from hf_hyperdflash.training.features.fingerprint import (
     changed_parts,
     module_fingerprint,
@@ -32,7 +31,7 @@ from hf_hyperdflash.training.features.fingerprint import (
     tensor_digest,
 )
 from hf_hyperdflash.training.features.store import FeatureCache
-from hf_hyperdflash.training.losses.objective import teacher_states
+from hf_hyperdflash.training.losses.objective import compute_residual, teacher_states
 
 from ..conftest import MODELS, tiny_drafter, tiny_target
 from ..helpers.refusals import Refusal

@@ -22,15 +22,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from rich.filesize import decimal
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from tqdm import tqdm as PlainBar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...targets.registry import target_of
+from ..losses.objective import compute_document_residuals, split_documents
 from ..runs.progress import progress_bar
-from .capture import compute_document_residuals, split_documents
-from .fingerprint import config_fields, target_fingerprint
+from .fingerprint import config_fields, sha256, target_fingerprint
 from .locking import only_writer
 
 if TYPE_CHECKING:
@@ -57,9 +58,6 @@ class Part(NamedTuple):
     rows: int
     tokens: int
 
-    def file(self, directory: Path) -> Path:
-        return directory / f"{self.name}.safetensors"
-
 
 class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """The target's residual streams of every row of a dataset, on disk: written once, read many times.
@@ -78,7 +76,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel | Identity) -> None:
         """Open the cache for a target, or for its description, which takes time: every weight is read."""
-        directory = self.directory = _folder(directory)
+        directory = self.directory = Path(directory)
         target = target if isinstance(target, dict) else _describe_target(target)
         lists = _read_lists(directory)
         if not lists:
@@ -137,7 +135,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """
         if dtype not in FEATURE_DTYPES:
             raise ValueError(f"`dtype` is {dtype!r}, expected one of {sorted(FEATURE_DTYPES)}.")
-        path, family = _folder(directory), target_of(target)
+        path, family = Path(directory), target_of(target)
         identity: Identity = {
             "target": _describe_target(target),
             "tokenizer": None,
@@ -148,7 +146,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         }
         if tokenizer is not None:
             vocabulary = [f"{token} {number}" for token, number in sorted(tokenizer.get_vocab().items())]
-            digests = {"vocabulary": _sha256(vocabulary), "template": _sha256([str(tokenizer.chat_template)])}
+            digests = {"vocabulary": sha256(*vocabulary), "template": sha256(str(tokenizer.chat_template))}
             identity["tokenizer"] = digests
         writer = _Writer(path, rows, target, identity, batch_size, shard_size)
         if not writer.list_path.exists() or writer.missing():
@@ -168,7 +166,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         i %= len(self)
         at = bisect_right(self._first_rows, i) - 1
         # Opened for every row, which maps the file and reads a header: no open file has to survive a fork or pickle.
-        with safe_open(self.parts[at].file(self.directory), "pt") as file:
+        with safe_open(self.directory / f"{self.parts[at].name}.safetensors", "pt") as file:
             lengths = file.get_tensor("lengths")
             end = int(lengths[: i - self._first_rows[at] + 1].sum())
             span = slice(end - int(lengths[i - self._first_rows[at]]), end)
@@ -186,7 +184,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     @property
     def digest(self) -> str:
         """The SHA-256 of what is stored of which rows."""
-        return _sha256([_key(self.identity), *(part.name for part in self.parts)])
+        return sha256(_key(self.identity), *(part.name for part in self.parts))
 
 
 @dataclass
@@ -230,7 +228,7 @@ class _Writer:
                 f"are not among these {len(self.rows)} with these tokens, loss masks and positions. Use the rows that "
                 "it was written with, or another directory."
             )
-        digest = _sha256([_key(self.identity), *(part.name for part in self.parts)])
+        digest = sha256(_key(self.identity), *(part.name for part in self.parts))
         self.list_path = self.directory / f"features-{digest[:16]}.json"
 
     def _read_columns(self, i: int) -> dict[str, torch.Tensor]:
@@ -240,22 +238,20 @@ class _Writer:
                 f"Row {i} has the columns {sorted(row)}, {sorted(missing)} are missing. Tokenize the dataset first."
             )
         columns = {name: torch.tensor(row[name], dtype=torch.long) for name in _COLUMNS}
-        vocab_size = target_of(self.target).config.vocab_size
         ids, mask, positions = columns.values()
         if not (ids.shape == mask.shape == positions.shape == (ids.numel(),)) or not ids.numel():
             raise ValueError(
                 f"Row {i} has columns of the shapes { {name: list(value.shape) for name, value in columns.items()} }: "
                 "expected lists of one length, at least 1."
             )
-        if ids.min() < 0 or ids.max() >= vocab_size:
-            raise ValueError(
-                f"Row {i} has token ids from {ids.min()} to {ids.max()}, outside the target's vocabulary of "
-                f"{vocab_size}. Tokenize with the target's own tokenizer."
-            )
-        if mask.min() < 0 or mask.max() > 1:
-            raise ValueError(
-                f"Row {i} has a `loss_mask` with values from {mask.min()} to {mask.max()}: expected 0 and 1."
-            )
+        vocab_size = target_of(self.target).config.vocab_size
+        for name, most in (("input_ids", vocab_size - 1), ("loss_mask", 1)):
+            least, largest = columns[name].aminmax()
+            if least < 0 or largest > most:
+                raise ValueError(
+                    f"Row {i} has `{name}` from {least} to {largest}, expected 0 to {most}, with the target's own "
+                    f"tokenizer and its vocabulary of {vocab_size}."
+                )
         if positions[0] != 0 or ((positions[1:] != 0) & (positions[1:] != positions[:-1] + 1)).any():
             raise ValueError(f"The `position_ids` of row {i} do not count 0, 1, 2, .. in each of its documents.")
         return columns
@@ -266,7 +262,7 @@ class _Writer:
         counts, parts, start = sorted({part.rows for part in known}, reverse=True), list[Part](), 0
 
         def group(stop: int) -> Part:
-            return Part(_sha256(self.digests[start:stop])[:32], stop - start, sum(self.lengths[start:stop]))
+            return Part(sha256(*self.digests[start:stop])[:32], stop - start, sum(self.lengths[start:stop]))
 
         while start < len(self.rows):
             count = next((n for n in counts if group(start + n) in known), 0)
@@ -296,13 +292,13 @@ class _Writer:
         free = shutil.disk_usage(self.directory).free
         print(
             f"Feature cache in {self.directory}: {sum(rows):,} rows, {sum(tokens):,} tokens, "
-            f"{_human(_size(self.identity, sum(rows), sum(tokens)))} as {self.identity['dtype']}. To be written: "
-            f"{_human(needed)}, free on the disk: {_human(free)}."
+            f"{decimal(_size(self.identity, sum(rows), sum(tokens)))} as {self.identity['dtype']}. To be written: "
+            f"{decimal(needed)}, free on the disk: {decimal(free)}."
         )
         if free < needed + _RESERVED_BYTES:
             raise ValueError(
-                f"The feature cache needs {_human(needed)} more in {self.directory}, where {_human(free)} are free "
-                f"({_human(_RESERVED_BYTES)} stay reserved). {_SPACE_ADVICE}"
+                f"The feature cache needs {decimal(needed)} more in {self.directory}, where {decimal(free)} are free "
+                f"({decimal(_RESERVED_BYTES)} stay reserved). {_SPACE_ADVICE}"
             )
         content = {"version": _FORMAT, "identity": self.identity, "parts": self.parts}
         self._write(self.list_path, json.dumps(content, indent=1).encode())
@@ -313,7 +309,7 @@ class _Writer:
             for i in missing:
                 tensors = self._tensors(first_rows[i], rows[i], progress)
                 data = save(tensors, {"identity": _key(self.identity)})
-                self._write(self.parts[i].file(self.directory), data)
+                self._write(self.directory / f"{self.parts[i].name}.safetensors", data)
 
     def _tensors(self, first_row: int, count: int, progress: PlainBar) -> dict[str, torch.Tensor]:
         """Return all rows of a part end to end, their lengths and residual, computed in batches of similar length."""
@@ -358,19 +354,9 @@ class _Writer:
             unfinished.unlink(missing_ok=True)
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             raise OSError(
-                f"Writing {path.name} ({_human(len(data))}) to {self.directory} failed: {error.strerror}. The parts "
+                f"Writing {path.name} ({decimal(len(data))}) to {self.directory} failed: {error.strerror}. The parts "
                 f"before it are complete: the same call continues after them.{f' {_SPACE_ADVICE}' if is_full else ''}"
             ) from error
-
-
-def _folder(directory: str | os.PathLike[str]) -> Path:
-    if not isinstance(directory, (str, os.PathLike)):
-        raise ValueError(f"`directory` is {directory!r}, expected the path of a feature cache.")
-    return Path(directory)
-
-
-def _sha256(texts: Sequence[str]) -> str:
-    return hashlib.sha256(" ".join(texts).encode()).hexdigest()
 
 
 def _describe_target(target: PreTrainedModel) -> Identity:
@@ -387,7 +373,7 @@ def _describe_target(target: PreTrainedModel) -> Identity:
 def _key(identity: Identity) -> str:
     """Return the digest of what the bytes of a part depend on. A target's name and the tokenizer are only recorded."""
     fields = {**identity, "tokenizer": None, "target": {**identity["target"], "repository": "", "revision": ""}}
-    return _sha256([json.dumps(fields, sort_keys=True)])
+    return sha256(json.dumps(fields, sort_keys=True))
 
 
 def _size(identity: Identity, rows: int, tokens: int) -> int:
@@ -397,14 +383,6 @@ def _size(identity: Identity, rows: int, tokens: int) -> int:
         per_stream += torch.float32.itemsize  # its scale
     per_token = len(identity["target_layer_ids"]) * identity["hc_mult"] * per_stream
     return tokens * (per_token + sum(kind.itemsize for kind in _COLUMNS.values())) + rows * torch.int64.itemsize
-
-
-def _human(size: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:,.1f} TB"
 
 
 def _encode(residual: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
@@ -480,7 +458,7 @@ def _check_identity(directory: Path, there: Identity, here: Identity) -> None:
 def _is_whole(directory: Path, part: Part, identity: Identity) -> bool:
     """Return whether a part is there, as long as its header says, and of this identity."""
     try:
-        with safe_open(part.file(directory), "pt") as file:
+        with safe_open(directory / f"{part.name}.safetensors", "pt") as file:
             return file.metadata() == {"identity": _key(identity)}
     except (FileNotFoundError, SafetensorError):
         return False

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm as PlainBar
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, TrainerState
 
 # Evaluations: name, prefix of the acceptance per position, and figures. Generation's log repeats the estimates.
 _EVALUATIONS: tuple[tuple[str, str, dict[str, str]], ...] = (
@@ -69,12 +69,7 @@ class LinesAboveBar(ProgressCallback):
     """transformers' progress bar, with a line for each entry instead of a dictionary."""
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
+        self, args: object, state: TrainerState, control: object, logs: dict[str, float] | None = None, **_: object
     ) -> None:
         if state.is_world_process_zero and self.training_bar is not None:
             self.training_bar.write(format_entry(state.global_step, logs or {}))
@@ -84,12 +79,7 @@ class Lines(PrinterCallback):
     """Prints a line for each entry where there is no bar."""
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
+        self, args: object, state: TrainerState, control: object, logs: dict[str, float] | None = None, **_: object
     ) -> None:
         if state.is_world_process_zero:
             print(format_entry(state.global_step, logs or {}), flush=True)

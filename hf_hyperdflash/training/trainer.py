@@ -191,16 +191,9 @@ class HyperDFlashTrainer(Trainer):
         args, layers = self.args, self.objective.layer_ids
         directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
         with args.main_process_first(local=False, desc="writing features"):
-            if args.process_index == 0:
-                return FeatureCache.write(
-                    directory,
-                    rows,
-                    self.target,
-                    dtype=args.feature_dtype,
-                    target_layer_ids=layers,
-                    tokenizer=self._tokenizer,
-                )
-            return FeatureCache(directory, self.target).select_layers(layers)
+            # The first process writes, and the others open it.
+            how: dict[str, Any] = {"dtype": args.feature_dtype, "target_layer_ids": layers}
+            return FeatureCache.write(directory, rows, self.target, tokenizer=self._tokenizer, **how)
 
     # One training step
 

@@ -61,15 +61,6 @@ def headed_drafter(target, kind, seed=0, **fields):
     return drafter
 
 
-def with_head(drafter, kind):
-    """A trained drafter with a head that changes its drafts a little."""
-    fields = {"sequential_head": kind, "head_rank": 8, "head_candidates": 0}
-    headed = type(drafter)(type(drafter.config)(**{**drafter.config.to_dict(), **fields}))
-    headed.load_state_dict(drafter.state_dict(), strict=False)
-    shake(headed, 0.1)
-    return headed.eval()
-
-
 @torch.no_grad()
 def shake(drafter, size, seed=0):
     generator = torch.Generator().manual_seed(seed)

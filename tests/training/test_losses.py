@@ -173,10 +173,10 @@ def test_position_weights_are_dflash_s_and_counts_are_a_loop_s():
     assert position_weights(4, 2.5).tolist() == pytest.approx(weights, rel=1e-6)
     _, labels, _ = example()
     at = (labels != -100).nonzero().tolist()
-    for given in (None, torch.tensor(weights, dtype=torch.float64)):
-        expected = [sum(1.0 if given is None else weights[k] for _, k in at)]
+    for each in (None, torch.tensor(weights, dtype=torch.float64)):
+        expected = [sum(1.0 if each is None else weights[k] for _, k in at)]
         expected += [sum(k == position for _, k in at) for position in range(3)]
-        counts = loss_counts(labels, 3, given)
+        counts = loss_counts(labels, 3, each)
         assert counts.is_floating_point() and counts.tolist() == pytest.approx(expected)
 
 

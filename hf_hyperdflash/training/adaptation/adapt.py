@@ -5,10 +5,9 @@ quickly learned by heart. So the weights that serve go only a share of the way t
 would have drafted better for the requests that came afterwards. Verification uses the distributions that drafts were
 drawn from, so the text stays the target's even if the weights change meanwhile.
 
-A bandit that knows the cost of its arms decides when (SpecBlock, cost-aware adaptation). An update pays if it saves
-the requests to come more seconds than it takes. Both are measured: the cost with each update, the gain on requests
-that came after it. An update of an arm that is not known to pay is a trial. Trials may take a small share of the
-serving time, that of the `horizon` requests to come included.
+A bandit decides when (SpecBlock, cost-aware adaptation). An update pays if it saves the requests to come more seconds
+than it takes. Both are measured: the cost with each update, the gain on requests after it. An update of an arm that is
+not known to pay is a trial. Trials may take a small share of the serving time, that of requests to come included.
 """
 
 from __future__ import annotations

@@ -60,18 +60,12 @@ class Part(NamedTuple):
 
 
 class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The target's residual streams of every row of a dataset, on disk: written once, read many times.
+    """The residual of every row of a dataset, by default the pre-collapse one, from which the teacher's logits follow.
 
-    By default it is the pre-collapse residual. Nothing else of the target is stored: the teacher's logits follow from
-    the residual ([`~training.losses.objective.teacher_states`]). The directory is where [`FeatureCache.write`] put it,
-    or a folder with the files of several caches of one target. A target loaded with `num_hidden_layers=0` is enough to
-    train from the cache: then only embedding, final norm, collapse and language model head are compared. `identity` is
-    what the residual depends on, `parts` are the files in the order of the rows, and items have the streams of
-    `target_layer_ids`.
-
-    Raises:
-        ValueError: If there is no complete cache, another target wrote it, caches that cannot be joined are there, or
-            it is no target.
+    A target loaded with `num_hidden_layers=0` is enough to train from the cache: then only embedding, final norm,
+    collapse and language model head are compared. `identity` is what the residual depends on, `parts` are the files in
+    the order of the rows, and items have the streams of `target_layer_ids`. Anything but one complete cache of the
+    target, or several that can be joined, is a `ValueError`.
     """
 
     def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel | Identity) -> None:
@@ -123,15 +117,12 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
         Rows are map-style, one per training sequence: `input_ids`, `loss_mask` (0 or 1) and `position_ids` (counting
         from 0 in every packed document), lists of integers of one length. `"float8"` is e4m3 with a float32 scale per
-        token and stream. The size is printed before anything is written. An interrupted call, repeated with the same
-        arguments, goes on after the parts that it wrote, and ends in the same bytes as an uninterrupted one. Parts of
-        some of the rows that are there already are used, and a cache with more layers is opened for the given ones. A
-        new part begins after `shard_size` bytes; about twice as much memory is used.
+        token and stream. A repeated call ends in the same bytes as an uninterrupted one. Parts of some of the rows
+        that are there already are used, and a cache with more layers is opened for the given ones. A new part begins
+        after `shard_size` bytes; about twice as much memory is used.
 
-        Raises:
-            ValueError: If the rows are malformed, the disk is too small, the residual is not finite, the directory
-                holds a cache of other rows, another target, tokenizer or dtype, or another process is writing there.
-            OSError: If writing fails. Parts that are complete stay; the same call continues after them.
+        What does not fit, rows, disk, what is in the directory, is a `ValueError` before anything is written; a write
+        that fails is an `OSError`.
         """
         if dtype not in FEATURE_DTYPES:
             raise ValueError(f"`dtype` is {dtype!r}, expected one of {sorted(FEATURE_DTYPES)}.")

@@ -41,11 +41,8 @@ class LossTerms:
 
 
 class DraftHead(NamedTuple):
-    """What turns a drafter's states into logits.
-
-    The LM head may move and cast its input, and its own parameters get no gradient. The number of calls depends on the
-    labels, so it differs between processes. Without one, states are logits.
-    """
+    """What turns a drafter's states into logits. The LM head is called as often as labels need, so that processes
+    differ; its own parameters get no gradient. Without one, states are logits."""
 
     lm_head: Callable[[torch.Tensor], torch.Tensor] = torch.nn.Identity()  # the target's
     table: torch.Tensor | None = None  # `[config.vocab_size, config.head_rank]`, of a head's vectors; else our LM head
@@ -80,21 +77,18 @@ def position_weights(drafts: int, decay: float | None) -> torch.Tensor | None:
 def loss_counts(labels: torch.Tensor, kl_positions: int, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Count what the sums of Eq. 2 and 3 over `labels`, `[blocks, drafts]`, are divided by, `[1 + kl_positions]`: the
     summed weights of the labelled positions, then for each of the first draft positions the blocks with a label there.
-
-    Add the counts up over the micro-batches and processes of one optimizer step, and pass the total to every one of
-    them. Their losses then sum to the loss of the one big batch."""
+    With the sum of all counts of an optimizer step, losses of micro-batches and processes sum to the big batch's."""
     blocks = (labels != IGNORE_INDEX).sum(0)
     weighted = blocks.float() if weights is None else blocks * weights.to(blocks.device)
     return torch.cat([weighted.sum(0, keepdim=True), blocks[:kl_positions].to(weighted)])
 
 
 def rank_loss(class_logits: torch.Tensor, classes: torch.Tensor, budget: float = 10.0) -> torch.Tensor:
-    """Compute SpecBlock's loss of a rank head's `[blocks, slots, 4]`, with -100 for classes without a label.
+    """Compute SpecBlock's cross-entropy of a rank head's `[blocks, slots, 4]`; -100 are classes without a label.
 
-    It is a cross-entropy. Labels are smoothed towards nearby classes, more so towards classes with more children.
-    Each term is weighted by the distance between prediction and label, twice if the prediction has too few children.
-    In each slot, a class counts as at most `budget` samples. A block counts up to the first slot whose class is
-    predicted wrongly."""
+    Labels are smoothed towards nearby classes, more so towards classes with more children. Each term is weighted by
+    the distance between prediction and label, twice if the prediction has too few children. In each slot, a class
+    counts as at most `budget` samples. A block counts up to the first slot whose class is predicted wrongly."""
     logits, labelled = class_logits.float(), classes != IGNORE_INDEX
     true, predicted = classes.clamp(min=0), class_logits.argmax(-1)
     right = (predicted == true) & labelled

@@ -1,8 +1,5 @@
-"""The training objective of a drafter: anchors in rows of text, what the target computes of them, the drafter's output
-and its loss.
-
-The trainer and learning while serving share it. It has no process group, no optimizer and no random state.
-"""
+"""The training objective of a drafter, of the trainer and of learning while serving: anchors in rows of text, what the
+target computes of them, the drafter's output and its loss. It has no process group, optimizer or random state."""
 
 from __future__ import annotations
 
@@ -59,10 +56,9 @@ def compute_residual(
     target_layer_ids: Sequence[int] = (-1,),
 ) -> torch.Tensor:
     """Compute the residual streams of right-padded or packed rows, by default the pre-collapse ones, `[batch, seq,
-    len(target_layer_ids) * config.hc_mult, config.hidden_size]` on the device of `input_ids`.
-
-    The target runs over each document alone, whose `position_ids` count from 0, so that none sees another: V4's
-    compressors have no mask for that. Padding on the right changes nothing, because every part of V4 is causal."""
+    len(target_layer_ids) * config.hc_mult, config.hidden_size]` on the device of `input_ids`."""
+    # The target runs over each document alone, whose positions count from 0, so that none sees another: V4's
+    # compressors have no mask for that. Padding on the right changes nothing, because every part of V4 is causal.
     if not (position_ids != torch.arange(input_ids.shape[1], device=position_ids.device)).any():  # not packed
         return _forward(target, input_ids, target_layer_ids).to(input_ids.device)
     documents = split_documents(input_ids.flatten(), position_ids.flatten())
@@ -106,9 +102,7 @@ class BlockObjective:
     """The objective of drafters whose blocks do not depend on each other.
 
     Training calls [`add_anchors`] and [`step`], and judges by [`walk`]. A batch is one of [`collate`] with the
-    residual, `[batch, seq, streams, config.target_hidden_size]` of `layer_ids`. The drafter may be wrapped by PEFT:
-    its configuration and vocabulary are read. A weight of `terms` is 0 where the drafter does not have the part that
-    the term trains.
+    residual of `layer_ids`, `[batch, seq, streams, config.target_hidden_size]`.
     """
 
     # Whether blocks continue from others: the weights of draft positions begin anew with each, and are the KL's, too.
@@ -133,6 +127,7 @@ class BlockObjective:
                 "positions: lower it."
             )
         self.trains_acceptance = bool(args.tv_weight) or config.confidence_head
+        # The weight of a part that the drafter does not have is 0.
         trained: dict[str, float] = {name: getattr(args, name) for name in LOSS_WEIGHTS}
         trained["confidence_weight"] *= bool(config.confidence_head)
         trained["blind_weight"] *= self.selects_candidates
@@ -209,13 +204,10 @@ class BlockObjective:
         return Walk(terms.loss, available, matches, terms.acceptance.view(labels.shape))
 
     def run_drafter(self, drafter: nn.Module, batch: Batch) -> HeadOutput:
-        """Run the drafter over the blocks of a batch's anchors, as generation does; each draft follows the text's own
-        token. Return the states for the target's LM head, `[batch, anchors, drafts, config.target_hidden_size]`, and
-        the outputs of the drafter's heads.
+        """Return the drafter's output, `[batch, anchors, drafts, ...]`, over the blocks of a batch's anchors.
 
-        In generation the token before a draft is itself a draft. It equals the text's token while all drafts before
-        it were right, and drafts after a wrong one never count. So predictions are those of greedy drafting wherever
-        they matter."""
+        Each draft follows the text's own token. In generation that is itself a draft, which equals the text's while
+        all drafts before it were right, and drafts after a wrong one never count."""
         config, anchors = self.config, batch["anchors"]
         first = anchors.clamp(min=0)
         at = batch["input_ids"].gather(1, first), batch["position_ids"].gather(1, first)
@@ -294,9 +286,8 @@ def teacher_states(target: Target, residual: torch.Tensor, kl_teacher: str = "hc
 class UnrolledObjective(BlockObjective):
     """The objective of an [`Eagle3Drafter`] or a [`SpecBlockDrafter`].
 
-    Every position of the text starts a first block. At anchors later blocks continue from it, `config.max_blocks` in
-    all, each with the text's own token. In training a block continues from a slot of the block before it, drawn anew
-    for every step; otherwise from the last slot, as a chain does.
+    Every position of the text starts a first block. At anchors later blocks continue from a slot of the one before,
+    drawn anew for every step of training, `config.max_blocks` in all, each with the text's own token.
     """
 
     continues = True

@@ -112,7 +112,8 @@ def test_items_are_the_rows_with_the_targets_own_residual(target, tmp_path, dtyp
             assert value.untyped_storage().nbytes() == value.nbytes
     assert torch.equal(cache[-1]["input_ids"], cache[len(rows) - 1]["input_ids"])
     for wrong in (8, -9):
-        Refusal(lambda wrong=wrong: cache[wrong], (str(wrong), "8 rows"), IndexError).check()
+        with pytest.raises(IndexError):
+            cache[wrong]
     if (dtype, batch_size) == ("float32", 1):  # the teacher's logits follow from it
         with torch.no_grad():
             logits = target(torch.tensor([rows[2]["input_ids"]])).logits

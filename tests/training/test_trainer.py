@@ -181,22 +181,20 @@ def test_a_recipe_sets_what_the_user_did_not(tmp_path, target):
         arguments = HyperDFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given)
         return {name: getattr(arguments, name) for name in RECIPES["ours"]}
 
-    paper = made()
-    assert paper["ce_weight"] == 1.0 and paper["kl_weight"] == 0.15 and paper["kl_positions"] == 2
-    assert paper["tv_weight"] == 0.0 and paper["loss_decay"] is None
-    dspark = made(recipe="dspark")
-    assert (dspark["ce_weight"], dspark["tv_weight"] / 2, dspark["confidence_weight"]) == (0.1, 0.9, 1.0)
-    assert dspark["loss_decay"] == 4.0 and dspark["kl_weight"] == 0.0
     given = {"ce_weight": 0.0, "kl_weight": 0.3, "kl_positions": 3, "tv_weight": 0.0, "loss_decay": 7.0}
     for recipe, own in RECIPES.items():
-        theirs = {name: own[name] for name in ("confidence_weight", "blind_weight", "rank_weight", "valid_prefix")}
-        assert made(recipe=recipe, **given) == {**given, **theirs}
-    assert made(recipe="dspark", loss_decay=math.inf)["loss_decay"] is None
+        assert made(recipe=recipe) == own and made(recipe=recipe, **given) == {**own, **given}
+    assert made() == RECIPES["hyperdflash"] and made(recipe="dspark", loss_decay=math.inf)["loss_decay"] is None
+    # What papers say: Eq. 3's alpha and P; DSpark's weights, of which L1 is twice the total variation.
+    paper, dspark = RECIPES["hyperdflash"], RECIPES["dspark"]
+    assert (paper["ce_weight"], paper["kl_weight"], paper["kl_positions"], paper["tv_weight"]) == (1.0, 0.15, 2, 0.0)
+    assert [dspark[name] for name in ("ce_weight", "confidence_weight", "loss_decay", "kl_weight")] == [0.1, 1, 4, 0]
+    assert dspark["tv_weight"] == 1.8 and paper["loss_decay"] is None
     # What is distilled: of `ours` every draft position of the drafter, whatever its block; nothing without a weight.
     drafter = tiny_drafter(target, num_draft_tokens=3)
-    trainer_for(tmp_path, target, drafter, confidence_weight=0.0, blind_weight=0.0)  # of heads that it has not
     for settings, positions in (
-        ({}, 2), ({"recipe": "ours"}, 3), ({"recipe": "ours", "kl_positions": 1}, 1), ({"recipe": "dspark"}, 0),
+        ({"confidence_weight": 0.0, "blind_weight": 0.0}, 2), ({"recipe": "ours"}, 3),  # weights of heads it has not
+        ({"recipe": "ours", "kl_positions": 1}, 1), ({"recipe": "dspark"}, 0),
     ):  # fmt: skip
         assert trainer_for(tmp_path, target, drafter, **settings).objective.kl_positions == positions
 

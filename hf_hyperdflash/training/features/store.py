@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Rows: TypeAlias = "datasets.Dataset | Sequence[Mapping[str, Any]]"
 Identity: TypeAlias = dict[str, Any]
 
-_FORMAT, _UNFINISHED, _LISTS = 3, ".tmp", "features-*.json"
+_FORMAT, _UNFINISHED, _LISTS = 3, ".tmp", "features*.json"
 FEATURE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 _COLUMNS = {"input_ids": torch.int32, "loss_mask": torch.bool, "position_ids": torch.int32}
 _SHARD_SIZE = 256 * 2**20  # the work that a killed call may lose
@@ -152,9 +152,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         """Return `input_ids` and `position_ids` (long), `loss_mask` (bool), `[seq]` each, and `residual`,
         `[seq, len(target_layer_ids) * config.hc_mult, config.hidden_size]`, float32 if stored so, else bfloat16."""
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"Row {i} of a feature cache with {len(self)} rows.")
-        i %= len(self)
+        i = range(len(self))[i]
         at = bisect_right(self._first_rows, i) - 1
         # Opened for every row, which maps the file and reads a header: no open file has to survive a fork or pickle.
         with safe_open(self.directory / f"{self.parts[at].name}.safetensors", "pt") as file:
@@ -224,16 +222,12 @@ class _Writer:
 
     def _read_columns(self, i: int) -> dict[str, torch.Tensor]:
         row = self.rows[i]
-        if missing := _COLUMNS.keys() - row.keys():
-            raise ValueError(
-                f"Row {i} has the columns {sorted(row)}, {sorted(missing)} are missing. Tokenize the dataset first."
-            )
-        columns = {name: torch.tensor(row[name], dtype=torch.long) for name in _COLUMNS}
+        columns = {name: torch.tensor(row.get(name, ()), dtype=torch.long) for name in _COLUMNS}
         ids, mask, positions = columns.values()
         if not (ids.shape == mask.shape == positions.shape == (ids.numel(),)) or not ids.numel():
             raise ValueError(
                 f"Row {i} has columns of the shapes { {name: list(value.shape) for name, value in columns.items()} }: "
-                "expected lists of one length, at least 1."
+                "expected lists of one length, at least 1. Tokenize the dataset first."
             )
         vocab_size = target_of(self.target).config.vocab_size
         for name, most in (("input_ids", vocab_size - 1), ("loss_mask", 1)):
@@ -388,28 +382,18 @@ def _encode(residual: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
 
 def _read_lists(directory: Path) -> list[tuple[Identity, list[Part]]]:
     """Return the identity and the parts of each cache in a folder."""
-    if (earlier := directory / "features.json").exists():
-        raise ValueError(
-            f"{earlier} is of an earlier release, whose caches this one does not read. Write the cache again in "
-            "another directory, or install the release that wrote it."
-        )
     found = []
     for path in sorted(directory.glob(_LISTS)):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            version = content["version"]
-            if version == _FORMAT:
-                found.append((content["identity"], [Part(*part) for part in content["parts"]]))
+            if content["version"] != _FORMAT:
+                raise ValueError(f"its format has version {content['version']}, and this release reads {_FORMAT}")
+            found.append((content["identity"], [Part(*part) for part in content["parts"]]))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path} is damaged or no list of features ({error!r}). Delete it and write the cache again: parts "
-                "that are whole stay."
+                f"{path} is damaged, of another release or no list of features ({error!r}). Delete it and write the "
+                "cache again: parts of this release that are whole stay."
             ) from error
-        if version != _FORMAT:
-            raise ValueError(
-                f"{path} has format version {version}, this release reads {_FORMAT}. Write the cache again in another "
-                "directory, or install the release that wrote it."
-            )
     return found
 
 

@@ -40,8 +40,6 @@ from ..helpers.served_drafters import qwen3
 from ..helpers.training import (
     headed_drafter,
     losses,
-    naive_cross_entropy,
-    naive_kl,
     rows,
     softmax,
     tiny_drafter,
@@ -61,116 +59,87 @@ FIELDS = [
 # The loss is the paper's
 
 
-def naive_loss(target, drafter, documents, teacher, positions, temperature, decay, kl_weight):
-    """Eq. 3 with every block drafted alone, as in generation, and the target run on each document alone."""
-    drafted, labels, taught = [], [], []
-    drafts, size = drafter.config.max_draft_tokens, drafter.config.block_size
+@torch.no_grad()
+def naive_loss(target, drafter, documents, args, positions):
+    """Eq. 3 and DSpark's terms, position by position: every block drafted alone, every draft from its head's own step
+    after the text's token, acceptance token by token, and the target run on each document alone."""
+    found, config = [], drafter.config
+    drafts, size = config.max_draft_tokens, config.block_size
     for document in documents:
-        ids, mask = torch.tensor([document["input_ids"]]), [*document["loss_mask"], 0]
-        with capture_residual(target, drafter.config.target_layer_ids) as captured:
-            logits = target(ids, use_cache=False).logits[0]
-        if teacher == "mean_pool":
+        text, mask = document["input_ids"], [*document["loss_mask"], 0]
+        ids = torch.tensor([text])
+        with capture_residual(target, config.target_layer_ids) as captured:
+            taught = target(ids, use_cache=False).logits[0]
+        if args.kl_teacher == "mean_pool":
             with capture_residual(target, [-1]) as last:
                 target(ids, use_cache=False)
-            logits = target.lm_head(target.model.norm(last[0].mean(dim=2)))[0]
-        for a in (i for i in range(ids.shape[1]) if mask[i] and mask[i + 1]):
-            block = torch.tensor([[document["input_ids"][a], *[drafter.config.mask_token_id] * (size - 1)]])
-            window = None if drafter.config.layer_types else drafter.config.sliding_window
-            first = max(0, a - (window or a))
+            taught = target.lm_head(target.model.norm(last[0].mean(dim=2)))[0]
+        for a in (i for i in range(len(text)) if mask[i] and mask[i + 1]):
+            block = torch.tensor([[text[a], *[config.mask_token_id] * (size - 1)]])
+            window = None if config.layer_types else config.sliding_window
+            first, carried = max(0, a - (window or a)), None
             context = dict(residual=captured[0][:, first:a], residual_position_ids=torch.arange(first, a)[None])
-            states = drafter(target.model.embed_tokens(block), torch.arange(a, a + size)[None], **context)
-            drafted.append(target.lm_head(states[0, size - drafts :]))
+            states = drafter(target.model.embed_tokens(block), torch.arange(a, a + size)[None], **context)[0]
             unsupervised = next(j for j in range(a + 1, len(mask)) if not mask[j])
-            row = document["input_ids"][a + 1 : min(a + 1 + drafts, unsupervised)]
-            labels.append(row + [-100] * (drafts - len(row)))
-            # The logits at a+k-1 are the target's for the token at a+k. None are wanted where there is no label.
-            taught.append(torch.stack([logits[min(a + k - 1, len(logits) - 1)] for k in range(1, positions + 1)]))
-    drafted, labels, taught = torch.stack(drafted), torch.tensor(labels), torch.stack(taught)
-    weights = [math.exp(-k / decay) for k in range(drafts)]
-    cross_entropy = naive_cross_entropy(drafted, labels, weights)
-    return cross_entropy + kl_weight * naive_kl(drafted, taught, labels, temperature)
+            for k, label in enumerate(text[a + 1 : min(a + 1 + drafts, unsupervised)]):
+                state = states[None, size - drafts + k]
+                own = logits = target.lm_head(state)
+                foretold = None
+                if drafter.head is not None:
+                    before = torch.tensor([text[a + k]])
+                    step = drafter.head(state, before, target.model.embed_tokens(before), carried)
+                    carried, logits = step.carried, target.lm_head(step.states)
+                    if step.vectors is not None:
+                        logits = logits + step.vectors @ drafter.head_table.T
+                    foretold = drafter.confidence_head(state, step.memory).sigmoid().item()
+                found.append((k, label, logits[0], own[0], taught[a + k], foretold))
+    decay, temperature = args.loss_decay or math.inf, args.kl_temperature
+    shares = [math.exp(-k / decay) for k, *_ in found]
+    shares = [share / sum(shares) for share in shares]
+    of_first = [sum(k == position for k, *_ in found) for position in range(positions)]
+    loss = 0.0
+    for share, (k, label, logits, own, teacher, foretold) in zip(shares, found):
+        q, p = softmax(logits.tolist()), softmax(teacher.tolist())
+        loss -= args.ce_weight * share * math.log(q[label])
+        loss += args.tv_weight * share * (1 - sum(map(min, q, p)))
+        if k < positions:
+            soft_q, soft_p = (softmax(each.tolist(), temperature) for each in (logits, teacher))
+            divergence = sum(a * math.log(a / b) for a, b in zip(soft_p, soft_q))
+            loss += args.kl_weight * temperature**2 * divergence / positions / of_first[k]
+        if foretold is not None:
+            chosen = own.topk(config.head_candidates or len(q)).indices
+            drawn = softmax(torch.full_like(logits, -math.inf).scatter(0, chosen, logits[chosen]).tolist())
+            accepted = sum(map(min, drawn, p))
+            surprise = accepted * math.log(foretold) + (1 - accepted) * math.log(1 - foretold)
+            loss -= args.confidence_weight * share * surprise
+            if config.head_candidates:
+                loss -= args.blind_weight * share * math.log(softmax(own.tolist())[label])
+    return loss
 
 
-@pytest.mark.parametrize(("teacher", "packing"), [("hc_head", False), ("mean_pool", True)])
-@pytest.mark.parametrize("fields", FIELDS)
-def test_the_loss_is_eq_3_of_the_targets_own_logits(tmp_path, target, fields, teacher, packing):
-    drafter, data = tiny_drafter(target, **fields), rows(3)
-    # The first document is supervised from its first token, the second in two stretches.
-    documents = data.to_list()
+EQUATION_3 = dict(kl_positions=3, kl_temperature=1.7, loss_decay=3.0, kl_weight=5.0)
+MADE = [
+    *((partial(tiny_drafter, **fields), {**EQUATION_3, "kl_teacher": teacher, "packing": teacher == "mean_pool"})
+      for fields in FIELDS for teacher in ("hc_head", "mean_pool")),
+    *((partial(headed_drafter, kind=kind, head_candidates=candidates), {"recipe": recipe, "kl_weight": 0.7})
+      for kind, recipe, candidates in (
+        ("markov", "dspark", 0), ("gated_markov", "hyperdflash", 0), ("recurrent", "dspark", 0),
+        ("selector", "dspark", 5), ("state", "dspark", 0), ("state", "hyperdflash", 0), ("state", "dspark", 5))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "settings"), MADE)
+def test_the_loss_is_the_papers_of_blocks_drafted_alone(tmp_path, target, make, settings):
+    """The first document is supervised from its first token, the second in two stretches."""
+    documents = rows(3).to_list()
     documents[0]["loss_mask"] = [1] * len(documents[0]["loss_mask"])
     documents[1]["loss_mask"][2:5] = [1, 1, 1]
-    settings = dict(kl_teacher=teacher, kl_positions=3, kl_temperature=1.7, loss_decay=3.0, kl_weight=5.0)
-    trainer = trainer_for(
-        tmp_path, target, drafter, Dataset.from_list(documents), num_anchors=64, packing=packing, **settings
-    )
+    drafter = make(target)
+    trainer = trainer_for(tmp_path, target, drafter, Dataset.from_list(documents), num_anchors=64, **settings)
     with torch.no_grad():
         loss = trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list()))
-        expected = naive_loss(target, drafter, documents, teacher, 3, 1.7, 3.0, 5.0)
-    assert loss.item() == pytest.approx(expected, rel=1e-5)
-
-
-def min_sum(q, p):
-    """What speculative sampling accepts of a draft from q, where the target draws from p."""
-    return sum(map(min, q, p))
-
-
-@pytest.mark.parametrize(
-    ("kind", "recipe", "candidates"),
-    [
-        ("markov", "dspark", 0), ("gated_markov", "hyperdflash", 0), ("recurrent", "dspark", 0),
-        ("selector", "dspark", 5), ("state", "dspark", 0), ("state", "hyperdflash", 0), ("state", "dspark", 5),
-    ],
-)  # fmt: skip
-def test_the_loss_of_heads_is_what_drafting_token_by_token_would_have_said(tmp_path, target, kind, recipe, candidates):
-    """Every block alone, every draft from its head's own step after the text's token, acceptance token by token."""
-    drafter, documents = headed_drafter(target, kind, head_candidates=candidates), rows(2).to_list()
-    trainer = trainer_for(
-        tmp_path, target, drafter, Dataset.from_list(documents), num_anchors=64, recipe=recipe, kl_weight=0.7
-    )
-    with torch.no_grad():
-        loss = trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list())).item()
-    logits, own, labels, taught, foretold = [], [], [], [], []
-    for ids in (document["input_ids"] for document in documents):
-        with torch.no_grad(), capture_residual(target, [-1]) as captured:
-            following = target(torch.tensor([ids]), use_cache=False).logits[0]
-        for a in range(len(ids) // 2, len(ids) - 1):
-            block = torch.tensor([[ids[a], *[drafter.config.mask_token_id] * 6]])
-            context = dict(residual=captured[0][:, :a], residual_position_ids=torch.arange(a)[None])
-            with torch.no_grad():
-                states = drafter(target.model.embed_tokens(block), torch.arange(a, a + 7)[None], **context)[0, 1:]
-                carried = None
-                for k, state in enumerate(states[: len(ids) - 1 - a]):
-                    before = torch.tensor([ids[a + k]])
-                    step = drafter.head(state[None], before, target.model.embed_tokens(before), carried)
-                    carried = step.carried
-                    scores = target.lm_head(step.states)
-                    if step.vectors is not None:
-                        scores = scores + step.vectors @ drafter.head_table.T
-                    logits.append(scores[0])
-                    own.append(target.lm_head(state))
-                    foretold.append((k, drafter.confidence_head(state[None], step.memory).sigmoid().item()))
-                    labels.append(ids[a + k + 1])
-                    taught.append(following[a + k])
-    weights = [math.exp(-k / 4) if recipe == "dspark" else 1.0 for k, _ in foretold]
-    chosen = [each.topk(drafter.config.head_candidates or each.shape[-1]).indices for each in own]
-    drawn = [torch.full_like(q, -math.inf).scatter(0, i, q[i]) for q, i in zip(logits, chosen)]
-    accepted = [min_sum(softmax(q.tolist()), softmax(p.tolist())) for q, p in zip(drawn, taught)]
-    surprise = [-a * math.log(c) - (1 - a) * math.log(1 - c) for a, (_, c) in zip(accepted, foretold)]
-    surprise = sum(w * s for w, s in zip(weights, surprise)) / sum(weights)
-    overlap = [min_sum(softmax(q.tolist()), softmax(p.tolist())) for q, p in zip(logits, taught)]
-    rejected = sum(w * (1 - a) for w, a in zip(weights, overlap)) / sum(weights)
-    blind = -sum(w * math.log(softmax(q.tolist())[y]) for w, q, y in zip(weights, own, labels)) / sum(weights)
-    cross_entropy = -sum(w * math.log(softmax(q.tolist())[y]) for w, q, y in zip(weights, logits, labels))
-    cross_entropy /= sum(weights)
-    kl = 0.0
-    for position in range(2):
-        at = [i for i, (k, _) in enumerate(foretold) if k == position]
-        pairs = [(softmax(taught[i].tolist()), softmax(logits[i].tolist())) for i in at]
-        kl += sum(p * math.log(p / q) for ps, qs in pairs for p, q in zip(ps, qs)) / len(at) / 2
-    ce_weight, tv_weight = (0.1, 1.8) if recipe == "dspark" else (1.0, 0.0)
-    blind_weight = 0.1 if drafter.config.head_candidates else 0.0
-    expected = ce_weight * cross_entropy + tv_weight * rejected + 0.7 * kl + surprise + blind_weight * blind
-    assert loss == pytest.approx(expected, rel=1e-4)
+    expected = naive_loss(target, drafter, documents, trainer.args, trainer.objective.kl_positions)
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
 
 
 # What a recipe is

@@ -62,7 +62,7 @@ TERMS = DrafterLoss._fields[1:7]
 
 class HyperDFlashTrainer(Trainer):
     """Train a [`HyperDFlashDrafter`] for a target, or a [`SpecBlockDrafter`] or [`Eagle3Drafter`], as their papers do
-    ([`~unrolled.UnrolledObjective`]).
+    ([`~objective.UnrolledObjective`]).
 
     `save_model` writes `training.json` beside the drafter, for the part of its model card about training. The
     drafter's configuration records the target that it was trained for.

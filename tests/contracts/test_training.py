@@ -170,7 +170,7 @@ def test_the_estimate_walks_generations_own_rounds(made, kind):
     target, drafter = trainer.target, trainer.model
     trainer.train()
     metrics = trainer.evaluate()
-    assert metrics["eval_teacher_forced_tau"] > 1.3
+    assert metrics["eval_teacher_forced_tau"] > 1.2
     _, (walked, expected), matched = trainer.prediction_step(drafter, collate(trainer.eval_dataset.to_list()), False)
     walked, matched = ([[n for n in row if n != -100] for row in part.tolist()] for part in (walked, matched))
     every = [n for row in walked for n in row]

@@ -192,8 +192,14 @@ class HyperDFlashTrainer(Trainer):
         directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
         with args.main_process_first(local=False, desc="writing features"):
             # The first process writes, and the others open it.
-            how: dict[str, Any] = {"dtype": args.feature_dtype, "target_layer_ids": layers}
-            return FeatureCache.write(directory, rows, self.target, tokenizer=self._tokenizer, **how)
+            return FeatureCache.write(
+                directory,
+                rows,
+                self.target,
+                dtype=args.feature_dtype,
+                target_layer_ids=layers,
+                tokenizer=self._tokenizer,
+            )
 
     # One training step
 

@@ -4,7 +4,7 @@ target computes of them, the drafter's output and its loss. It has no process gr
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -37,7 +37,7 @@ from .loss import (
 Batch = dict[str, torch.Tensor]
 
 
-def collate(rows: Sequence[dict[str, Any]]) -> Batch:
+def collate(rows: Sequence[Mapping[str, object]]) -> Batch:
     """Pad rows of `input_ids`, `loss_mask`, `position_ids` and, from a feature cache, `residual` on the right.
     Position ids go on counting in the padding, which so belongs to the last document."""
     names = [name for name in ("input_ids", "loss_mask", "position_ids", "residual") if name in rows[0]]

@@ -37,7 +37,7 @@ import transformers
 from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite
-from hf_hyperdflash.training.adaptation.configuration import POLICIES, AdaptationConfig
+from hf_hyperdflash.training.adaptation.learner import POLICIES, AdaptationConfig
 from hf_hyperdflash.training.data.encoding import encode_prompts
 
 NAMES = {"never": "no adaptation", "always": "always", "bandit": "where it pays"}

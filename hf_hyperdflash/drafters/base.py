@@ -257,11 +257,11 @@ class Drafter:
         Every verification shows what the target would have written, at no cost. So the drafter follows when the kind
         of text changes, or when the target was fine-tuned. The text stays the target's own. It is off by default: an
         update takes time at the end of a request, and memory for three times the drafter's parameters in float32. See
-        [`~training.adaptation.adapt.AdaptationConfig`].
+        [`~training.adaptation.learner.AdaptationConfig`].
 
         Args:
             target: The target that it serves.
-            **options: Fields of [`~training.adaptation.adapt.AdaptationConfig`].
+            **options: Fields of [`~training.adaptation.learner.AdaptationConfig`].
 
         Returns:
             An [`~training.adaptation.adapt.Adaptation`], with `stop()`, `reset()` to the weights that the drafter

@@ -82,14 +82,12 @@ def _check_prompts(prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None
     if prompts is None or not len(prompts):
         raise ValueError(f"`prompts` is {prompts!r}: expected at least one prompt of token ids `[1, seq]`.")
     for prompt in prompts:
-        if not isinstance(prompt, torch.Tensor):
+        is_tensor = isinstance(prompt, torch.Tensor)
+        if not is_tensor or prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
+            found = f"of shape {list(prompt.shape)}" if is_tensor else f"{prompt!r:.40}, a {type(prompt).__name__}"
             raise ValueError(
-                f"A prompt is {prompt!r:.40}, a {type(prompt).__name__}: expected tensors of token ids `[1, seq]`. "
-                'Pass the `input_ids` of `tokenizer(text, return_tensors="pt")`.'
-            )
-        if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
-            raise ValueError(
-                f"A prompt has shape {list(prompt.shape)}, expected [1, seq]: pass a list with one tensor per prompt."
+                f"A prompt is {found}: expected a list of token ids `[1, seq]`, a tensor per prompt. Pass the "
+                '`input_ids` of `tokenizer(text, return_tensors="pt")`.'
             )
     if max_new_tokens < _MIN_NEW_TOKENS:
         raise ValueError(

@@ -32,7 +32,6 @@ from .data.templates import read_chat_template
 from .flags import STAGES, ScriptArguments
 from .runs import checkpoints
 from .runs.progress import Lines, LinesAboveBar
-from .runs.record import public_name
 from .trainer import HyperDFlashTrainer
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     torch.manual_seed(seed)
     drafter: Any = loading.load_drafter(found, dtype=torch.float32)
     if getattr(drafter.config, "target_name_or_path", None) == "":  # other programs' files mostly do not say
-        drafter.config.target_name_or_path = public_name(script.target)
+        drafter.config.target_name_or_path = checkpoints.public_name(script.target)
     if script.draft_vocab_size is not None:
         if not (script.draft_vocab_size and isinstance(drafter, ReadingDrafter)):
             raise ValueError(
@@ -154,7 +153,7 @@ def new_drafter(script: ScriptArguments, target: PreTrainedModel, tokenizer: Pre
     given: dict[str, object] = dict(script.drafter_fields())
     if "mask_token_id" in (kind.train_flags or ()):  # which is found in the vocabulary, if it is not given
         given["tokenizer"] = tokenizer
-    given["target_name_or_path"] = public_name(script.target)
+    given["target_name_or_path"] = checkpoints.public_name(script.target)
     return cast(SavedDrafter, kind.drafter.from_target(target, dtype=torch.float32, **given))
 
 
@@ -297,8 +296,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     # The record has the flags beside the trainer's arguments, without this machine's folders.
     facts = {name: value for name, value in vars(script).items() if name not in ("eval_rows", "overwrite_output_dir")}
     for name in ("target", "drafter", "eval_dataset", "chat_template"):
-        facts[name] = facts[name] and public_name(facts[name])
-    trainer.described = facts | {"dataset": [public_name(source) for source in script.dataset or ()]}
+        facts[name] = facts[name] and checkpoints.public_name(facts[name])
+    trainer.described = facts | {"dataset": [checkpoints.public_name(source) for source in script.dataset or ()]}
     if script.draft_vocab_size:
         trainer.choose_vocabulary(script.draft_vocab_size if earlier else None)
     for own, theirs in ((LinesAboveBar, ProgressCallback), (Lines, PrinterCallback)):

@@ -35,22 +35,24 @@ from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .data.blocks import expected_rounds, sample_anchors, walk_rounds
 from .data.encoding import end_ids_of
 from .data.rows import count_tokens, prepare_dataset
-from .features.capture import compute_residual
 from .features.fingerprint import short_fingerprint, target_fingerprint
 from .features.store import FeatureCache
 from .losses.loss import IGNORE_INDEX, DrafterLoss
-from .losses.objective import Batch, BlockObjective, collate
-from .losses.unrolled import make_objective
+from .losses.objective import Batch, BlockObjective, collate, compute_residual, make_objective
 from .runs.checkpoints import (
     CHECKPOINT,
+    RUN_RECORD,
+    Identity,
     apply_umask,
+    check_same_run,
     checkpoint_to_resume,
+    data_digest,
     describe_earlier_run,
     newest_complete,
     remove_checkpoint,
+    run_identity,
+    write_record,
 )
-from .runs.record import write_record
-from .runs.run_identity import RUN_RECORD, Identity, check_same_run, data_digest, run_identity
 
 logger = get_logger(__name__)  # of several processes the first logs
 
@@ -60,7 +62,7 @@ TERMS = DrafterLoss._fields[1:7]
 
 class HyperDFlashTrainer(Trainer):
     """Train a [`HyperDFlashDrafter`] for a target, or a [`SpecBlockDrafter`] or [`Eagle3Drafter`], as their papers do
-    ([`~unrolled.UnrolledObjective`]).
+    ([`~objective.UnrolledObjective`]).
 
     `save_model` writes `training.json` beside the drafter, for the part of its model card about training. The
     drafter's configuration records the target that it was trained for.
@@ -111,14 +113,13 @@ class HyperDFlashTrainer(Trainer):
                 f"`processing_class` is a {type(processing_class).__name__}, expected the target's tokenizer: "
                 "`AutoTokenizer.from_pretrained(...)`."
             )
-        check_trainable = getattr(model, "check_trainable", None)
-        if check_trainable is None:
+        if not hasattr(model, "check_trainable"):
             raise ValueError(
                 f"`model` is a {type(model).__name__}, expected a HyperDFlashDrafter or another drafter of blocks. "
                 "Make one with `HyperDFlashDrafter.from_target(target)` and pass the target as `target`."
             )
         seen = target_of(target)
-        check_trainable(seen)
+        cast(Any, model).check_trainable(seen)
         config = self.drafter_config = cast(HyperDFlashConfig, model.config)
         _check_trainable(config, args, processing_class, drafter=model, target=target)
         if args.feature_source == "online":
@@ -190,16 +191,15 @@ class HyperDFlashTrainer(Trainer):
         args, layers = self.args, self.objective.layer_ids
         directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
         with args.main_process_first(local=False, desc="writing features"):
-            if args.process_index == 0:
-                return FeatureCache.write(
-                    directory,
-                    rows,
-                    self.target,
-                    dtype=args.feature_dtype,
-                    target_layer_ids=layers,
-                    tokenizer=self._tokenizer,
-                )
-            return FeatureCache(directory, self.target).select_layers(layers)
+            # The first process writes, and the others open it.
+            return FeatureCache.write(
+                directory,
+                rows,
+                self.target,
+                dtype=args.feature_dtype,
+                target_layer_ids=layers,
+                tokenizer=self._tokenizer,
+            )
 
     # One training step
 

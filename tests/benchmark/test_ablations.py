@@ -79,7 +79,7 @@ def test_a_copy_learns_from_rows_as_serving_records_them(monkeypatch):
     taught, steps, _ = fine_tune_briefly(target, drafter, texts, [7, 8], seconds=1e3)
     assert steps == len(learned) == 16
     lengths = (learned[0]["loss_mask"].flip(1).int().argmax(1) - learned[0]["loss_mask"].shape[1]).neg().tolist()
-    expected = {len(row["input_ids"]): row for row in learning.replay.newest(2)}
+    expected = {len(row["input_ids"]): row for row in learning.replay.rows}
     assert sorted(lengths) == sorted(expected) == [18, 20]
     for name in ("input_ids", "position_ids", "loss_mask", "residual"):
         for row, length in zip(learned[0][name], lengths):  # of the first token serving knows nothing

@@ -15,7 +15,7 @@ from hf_hyperdflash.benchmark.doctor.config_variants import (
 )
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
-from hf_hyperdflash.training.features.capture import compute_residual
+from hf_hyperdflash.training.losses.objective import compute_residual
 
 from ..conftest import CSA, SLIDING, prompt, tiny_drafter, tiny_target
 

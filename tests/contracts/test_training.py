@@ -6,14 +6,16 @@ import os
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from hf_hyperdflash import load_drafter
 from hf_hyperdflash.hub.cards import drafter_card
 from hf_hyperdflash.training.arguments import RECIPES
 from hf_hyperdflash.training.features.store import FeatureCache
+from hf_hyperdflash.training.losses.objective import collate
 
-from ..conftest import mostly_nightly, tiny_target
+from ..conftest import mostly_nightly, prompt, tiny_target
 from ..helpers.headed_drafters import headed
 from ..helpers.training import losses, rows, trainer_for, weights
 from .test_drafters import KINDS, TRAINED
@@ -149,6 +151,40 @@ def test_the_terms_in_use_are_logged_and_sum_to_the_loss(made, kind, recipe):
     terms = {"ce": "cross_entropy", **{name: name for name in ("kl", "tv", "confidence", "blind", "rank")}}
     expected = sum(weight[f"{short}_weight"] * line.get(name, 0) for short, name in terms.items())
     assert line["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+# Takes seconds: a drafter learns some texts by heart.
+@pytest.mark.parametrize("kind", mostly_nightly(["gated head", "eagle3", "specblock", *sorted(MADE)], kept=3))
+def test_the_estimate_walks_generations_own_rounds(made, kind):
+    """On the target's own text the cheap estimate is not an estimate: it finds the rounds that generate ran. A drafter
+    that has learned the text by heart has long ones; drafts that only sampling accepts count at temperature 1."""
+    target, start, count = made(kind).target, 11, 5
+    ids = prompt(start).repeat(count, 1)
+    ids[:, 0] = torch.arange(2, 2 + count)
+    texts = target.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0).tolist()
+    data = Dataset.from_list(
+        [{"input_ids": text, "loss_mask": [int(i >= start) for i in range(41)]} for text in texts]
+    )
+    learns = dict(max_steps=40, learning_rate=3e-3, num_anchors=32, logging_steps=10, recipe="ours")
+    trainer = made(kind, data, data, **learns)
+    target, drafter = trainer.target, trainer.model
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_teacher_forced_tau"] > 1.2
+    _, (walked, expected), matched = trainer.prediction_step(drafter, collate(trainer.eval_dataset.to_list()), False)
+    walked, matched = ([[n for n in row if n != -100] for row in part.tolist()] for part in (walked, matched))
+    every = [n for row in walked for n in row]
+    assert metrics["eval_teacher_forced_tau"] == pytest.approx(sum(every) / len(every))
+    assert metrics["eval_expected_tau"] == pytest.approx(sum(every) / expected.sum().item())
+    drafter.eval().bind(target)
+    for text, emitted, accepted in zip(texts, walked, matched):
+        how = dict(max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0, assistant_model=drafter)
+        assert target.generate(torch.tensor([text[:start]]), **how)[0].tolist() == text
+        stats = drafter.last_stats
+        # Towards a token limit generate drafts fewer tokens, for the last one none.
+        rounds = len(stats.emitted)
+        assert rounds > 3 and len(emitted) - rounds in (-1, 0, 1)
+        assert emitted[: rounds - 2] == stats.emitted[:-2] and accepted[: rounds - 2] == stats.accepted[:-2]
 
 
 @pytest.mark.parametrize("kind", SOME)

@@ -417,7 +417,7 @@ def test_every_row_teaches_a_drafter_that_learns():
     with drafter.adapt(target, policy="never") as adaptation:
         target.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
     assert [decision.new_tokens for decision in adaptation.log] == [row.tokens for row in drafter.last_stats.rows]
-    assert len(adaptation.replay) == 4
+    assert len(adaptation.replay.rows) == 4
 
 
 class Row(Observer):

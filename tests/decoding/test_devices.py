@@ -29,9 +29,9 @@ from hf_hyperdflash import (
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.targets.caches.deepseek_v4 import make_rewindable
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
-from hf_hyperdflash.training.features.capture import compute_residual
 from hf_hyperdflash.training.features.fingerprint import target_fingerprint
 from hf_hyperdflash.training.features.store import FeatureCache
+from hf_hyperdflash.training.losses.objective import compute_residual
 
 from ..conftest import CSA, HCA, SLIDING, half_right, mostly_nightly, perfect, prompt, tiny_drafter
 from ..helpers import families

@@ -107,7 +107,7 @@ def test_a_drafter_that_is_adapted_learns_from_such_rounds(options):
         for _ in range(6):
             assert modes_of_rounds(target, drafter, prompt(9), **options)[0] == {True}
         assert sum(decision.arm is not None for decision in learning.log) == 6
-        row = learning.replay.newest(1)[0]
+        row = learning.replay.rows[-1]
         assert not any(value.is_inference() for value in row.values())
     assert not any(value.is_inference() for value in drafter.parameters())
 

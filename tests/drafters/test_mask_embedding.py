@@ -14,8 +14,7 @@ from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import FORMATS, check_expressible
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
-from hf_hyperdflash.training.losses.objective import collate
-from hf_hyperdflash.training.losses.unrolled import make_objective
+from hf_hyperdflash.training.losses.objective import collate, make_objective
 
 from ..conftest import prompt, tiny_drafter
 from ..helpers import families

@@ -1,4 +1,4 @@
-"""Rows, runs and the paper's loss as written, for the tests of training."""
+"""Rows and runs for the tests of training."""
 
 from __future__ import annotations
 
@@ -61,15 +61,6 @@ def headed_drafter(target, kind, seed=0, **fields):
     return drafter
 
 
-def with_head(drafter, kind):
-    """A trained drafter with a head that changes its drafts a little."""
-    fields = {"sequential_head": kind, "head_rank": 8, "head_candidates": 0}
-    headed = type(drafter)(type(drafter.config)(**{**drafter.config.to_dict(), **fields}))
-    headed.load_state_dict(drafter.state_dict(), strict=False)
-    shake(headed, 0.1)
-    return headed.eval()
-
-
 @torch.no_grad()
 def shake(drafter, size, seed=0):
     generator = torch.Generator().manual_seed(seed)
@@ -100,28 +91,3 @@ def softmax(row, temperature=1.0):
     top = max(row)
     weights = [math.exp((value - top) / temperature) for value in row]
     return [weight / sum(weights) for weight in weights]
-
-
-def naive_cross_entropy(logits, labels, weights):
-    """Weighted mean over labelled positions, one at a time."""
-    total = norm = 0.0
-    for row, row_labels in zip(logits.tolist(), labels.tolist()):
-        for k, label in enumerate(row_labels):
-            if label != -100:
-                total -= weights[k] * math.log(softmax(row[k])[label])
-                norm += weights[k]
-    return total / norm if norm else 0.0
-
-
-def naive_kl(logits, teacher_logits, labels, temperature):
-    """Eq. 2: T^2 / P times the sum over k of the mean over blocks of KL(teacher || student)."""
-    total, positions = 0.0, teacher_logits.shape[1]
-    for k in range(positions):
-        terms = []
-        for b in range(len(labels)):
-            if labels[b, k] != -100:
-                p = softmax(teacher_logits[b, k].tolist(), temperature)
-                q = softmax(logits[b, k].tolist(), temperature)
-                terms.append(sum(pi * math.log(pi / qi) for pi, qi in zip(p, q)))
-        total += sum(terms) / len(terms) if terms else 0.0
-    return temperature**2 / positions * total

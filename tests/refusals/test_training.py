@@ -560,10 +560,10 @@ def overflow(row):
 
 
 MALFORMED = {
-    "no mask": (lambda rows: rows[1].pop("loss_mask"), ("Row 1", "loss_mask", "missing")),
+    "no mask": (lambda rows: rows[1].pop("loss_mask"), ("Row 1", "'loss_mask': [0]", "one length")),
     "a short mask": (lambda rows: rows[1]["loss_mask"].pop(), ("Row 1", "[8]", "one length")),
     "nothing": (lambda rows: [values.clear() for values in rows[1].values()], ("Row 1", "at least 1")),
-    "an id too large": (put(1, "input_ids", 0, 64), ("Row 1", "64", "vocabulary of 64")),
+    "an id too large": (put(1, "input_ids", 0, 64), ("Row 1", "to 64", "0 to 63")),
     "an id below 0": (put(1, "input_ids", 0, -100), ("Row 1", "-100")),
     "a mask of -100": (put(1, "loss_mask", 0, -100), ("Row 1", "loss_mask", "-100")),
     "a mask of 2": (put(1, "loss_mask", 0, 2), ("Row 1", "loss_mask", "to 2")),
@@ -587,8 +587,6 @@ CACHES = {
     **{f"a target {wrong}": Refusal(lambda at, wrong=wrong: FeatureCache(at.folder, wrong),
         ("target", repr(wrong)[:4]))
        for wrong in ("org/name", None)},
-    "no folder": Refusal(lambda at: FeatureCache(None, at.target), ("directory", "None", "expected")),
-    "no folder to write": Refusal(lambda at: FeatureCache.write(None, [], at.target), ("directory", "None")),
 }  # fmt: skip
 
 
@@ -660,8 +658,8 @@ MIXED = {
     "no list": Refusal(listing(b"[]"), DAMAGED),
     "a list without parts": Refusal(listing(b'{"version": 3}'), DAMAGED),
     "an earlier release": Refusal(
-        after("*.json", lambda path: path.rename(path.with_name("features.json"))),
-            ("features.json", "earlier release")),
+        after("*.json", lambda path: path.with_name("features.json").write_text('{"version": 2}')),
+            ("features.json", "version 2", "3")),
     "a cut part": Refusal(after("*.safetensors", lambda path: os.truncate(path, 100)), UNFINISHED),
     "half a part": Refusal(after("*.safetensors", lambda path: os.truncate(path, 2000)), UNFINISHED),
     "no part": Refusal(after("*.safetensors", os.unlink), UNFINISHED),

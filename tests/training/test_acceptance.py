@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from hf_hyperdflash import bind
 from hf_hyperdflash.decoding.bind import BoundTarget
@@ -67,21 +67,17 @@ def test_metrics_equal_a_count_round_by_round(rounds, asked, as_tensor):
     assert len(got["acceptance"]) == len(got["conditional_acceptance"]) == seen
 
 
-METRIC = {"keep_in_memory": True}
-REFUSED = {
-    "no rounds": Refusal(lambda: AcceptanceLength(**METRIC).compute(predictions=[]), ("predictions", "empty")),
-    "no drafts": Refusal(lambda: PerPositionAcceptance(**METRIC).compute(predictions=[]), ("predictions", "empty")),
-    "a round of nothing": Refusal(lambda: AcceptanceLength(**METRIC).compute(predictions=[3, 0]), ("0", "at least")),
-    "more drafts than asked for": Refusal(
-        lambda: PerPositionAcceptance(**METRIC).compute(predictions=[1, 7], num_drafts=6), ("1 to 7", "0 to 6")
-    ),
-    "fewer than none": Refusal(lambda: PerPositionAcceptance(**METRIC).compute(predictions=[-1, 2]), ("-1 to 2",)),
-}
-
-
-@pytest.mark.parametrize("refusal", REFUSED.values(), ids=REFUSED)
-def test_metrics_refuse_what_cannot_be(refusal):
-    refusal.check()
+@pytest.mark.parametrize(
+    ("metric", "rounds", "words"),
+    [
+        (AcceptanceLength, [], ("predictions", "empty")), (PerPositionAcceptance, [], ("predictions", "empty")),
+        (AcceptanceLength, [3, 0], ("0", "at least")), (PerPositionAcceptance, [1, 7], ("1 to 7", "0 to 6")),
+        (PerPositionAcceptance, [-1, 2], ("-1 to 2",)),
+    ],
+)  # fmt: skip
+def test_metrics_refuse_what_cannot_be(metric, rounds, words):
+    options = {"num_drafts": 6} if metric is PerPositionAcceptance and rounds else {}
+    Refusal(lambda: metric(keep_in_memory=True).compute(predictions=rounds, **options), words).check()
 
 
 def test_metrics_load_by_path_offline(tmp_path, monkeypatch):
@@ -162,17 +158,13 @@ def test_measuring_drafts_in_eval_mode_and_leaves_the_models_as_they_were(capsys
     assert isinstance(target, BoundTarget) and "acceptance: " in capsys.readouterr().err
 
 
-def test_measure_acceptance_takes_no_token_of_a_prompt_for_padding():
+def test_a_prompt_s_tokens_are_no_padding_and_an_answer_needs_a_round():
+    """Of a float32 drafter with a bfloat16 target."""
     target, drafter = pair()
+    target.to(torch.bfloat16)
     plain = measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8)
     target.generation_config.pad_token_id = int(PROMPTS[0][0, 0])
     assert measurable(measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8)) == measurable(plain)
-
-
-def test_measure_acceptance_of_a_float32_drafter_with_a_bfloat16_target():
-    target, drafter = pair()
-    target.to(torch.bfloat16)
-    assert measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8)["tau"] > 1
     target.generation_config.eos_token_id = list(range(6))
     Refusal(lambda: measure_acceptance(target, drafter, PROMPTS), ("3 prompts", "round")).check()
 
@@ -253,32 +245,20 @@ def test_callback_shows_its_progress_on_a_terminal(tmp_path, capsys, monkeypatch
     assert ("acceptance: " in capsys.readouterr().err) == (is_terminal and not disable_tqdm)
 
 
-def test_callback_generates_once_for_several_datasets(tmp_path):
+def test_callback_generates_once_for_several_datasets_and_again_for_changed_weights(tmp_path):
     trainer = trainer_for(tmp_path, {"code": rows(2, seed=1), "math": rows(2, seed=2)}, max_steps=1, bf16=True)
+    assert not any("eval_tau" in name for name in trainer.evaluate(metric_key_prefix="test")) and not logged(trainer)
     trainer.train()
     assert len(logged(trainer)) == 1 and "eval_code_teacher_forced_tau" in logged(trainer)[0]
-    metrics = trainer.evaluate()
-    assert len(logged(trainer)) == 2
-    assert by_hand(trainer).items() <= metrics.items()
-    assert {"eval_code_teacher_forced_tau", "eval_math_teacher_forced_tau"} <= metrics.keys()
-
-
-def test_callback_measures_changed_weights_again_and_leaves_other_evaluations_alone(tmp_path):
-    trainer = trainer_for(tmp_path)
-    assert not {"test_tau", "eval_tau"} & trainer.evaluate(metric_key_prefix="test").keys() and not logged(trainer)
     before = trainer.evaluate()
+    assert by_hand(trainer).items() <= before.items()
+    assert {"eval_code_teacher_forced_tau", "eval_math_teacher_forced_tau"} <= before.keys()
     with torch.no_grad():
         for parameter in trainer.model.layers.parameters():
             parameter.normal_()
     after = trainer.evaluate()
+    assert len(logged(trainer)) == 3
     assert by_hand(trainer).items() <= after.items() and after["eval_acceptance_1"] != before["eval_acceptance_1"]
-
-
-def test_early_stopping_sees_what_the_callback_measured(tmp_path):
-    trainer = trainer_for(tmp_path, metric_for_best_model="tau", learning_rate=0.0, max_steps=9, save_strategy="best")
-    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
-    trainer.train()
-    assert trainer.state.global_step == 3 and trainer.state.best_global_step == 1
 
 
 # Sharded
@@ -304,18 +284,11 @@ def test_gathered_is_a_drafter_that_fsdp2_shards(tmp_path):
         assert all(isinstance(parameter, DTensor) for parameter in drafter.parameters())
         with pytest.raises(RuntimeError, match="DTensor"):
             measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8)
-        assert drafter(**block_of(drafter)).requires_grad
+        width, at = drafter.config.hidden_size, torch.arange(16)[None]
+        residual = torch.ones(1, 9, drafter.config.target_hc_mult, width)
+        given = {"position_ids": at[:, 9:], "residual": residual, "residual_position_ids": at[:, :9]}
+        assert drafter(torch.ones(1, 7, width), **given).requires_grad
         assert all(isinstance(parameter, DTensor) for parameter in drafter.layers.parameters())
     finally:
         torch.distributed.destroy_process_group()
         AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def block_of(drafter):
-    width = drafter.config.hidden_size
-    return {
-        "block_embeds": torch.ones(1, 7, width),
-        "position_ids": torch.arange(9, 16)[None],
-        "residual": torch.ones(1, 9, drafter.config.target_hc_mult, width),
-        "residual_position_ids": torch.arange(9)[None],
-    }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
@@ -96,21 +97,6 @@ def test_a_checkpoint_of_weights_that_are_not_finite_is_not_written(tmp_path, ta
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-FULL_DISK = """
-import resource, sys, torch
-from tests.conftest import tiny_target
-from tests.helpers.training import rows, tiny_drafter, trainer_for
-target = tiny_target()
-settings = dict(max_steps=4, save_strategy="steps", save_steps=2)
-trainer = trainer_for(sys.argv[1], target, tiny_drafter(target), rows(6), **settings)
-real = trainer._save_optimizer_and_scheduler
-def fill(folder):  # from the second checkpoint on, no file can grow past 64 KB: what a full disk does to a writer
-    if trainer.state.global_step == 4:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-    real(folder)
-trainer._save_optimizer_and_scheduler = fill
-trainer.train()
-"""
 KILLED = """
 import glob, os, random, signal, sys, threading, time
 import torch
@@ -151,26 +137,29 @@ print("killed", killed)
 """
 
 
-def run_script(text, folder):
-    (folder / "run.py").write_text(text)
-    return python(folder / "run.py", folder / "out", env={**os.environ, "PYTHONPATH": ROOT})
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("torch's"), SafetensorError("theirs")])
+def test_a_full_disk_leaves_earlier_checkpoints_whole(tmp_path, target, monkeypatch, error):
+    trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(8), **SAVING)
+    real = trainer._save_optimizer_and_scheduler
 
+    def fill(folder):
+        if trainer.state.global_step == 4:
+            raise error
+        real(folder)
 
-def test_a_full_disk_leaves_earlier_checkpoints_whole(tmp_path, target):
-    done = run_script(FULL_DISK, tmp_path)
-    assert done.returncode == 1 and "OSError: Checkpoint " in done.stderr, done.stderr[-2000:]
-    assert str(tmp_path / "out" / "checkpoint-2") in done.stderr.splitlines()[-1]
-    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
-    again = trainer_for(tmp_path / "out", target, tiny_drafter(target), rows(6), max_steps=4)
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 4
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", fill)
+    words = (str(tmp_path / "checkpoint-4"), str(error), str(tmp_path / "checkpoint-2"), "resume_from_checkpoint")
+    Refusal(trainer.train, words, OSError).check()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert newest_complete(tmp_path)[0] == tmp_path / "checkpoint-2"
 
 
 # Takes seconds: a process is killed again and again.
 def test_a_run_killed_while_it_saves_ends_in_the_same_weights(tmp_path):
     """A real process and SIGKILL, at random moments of its saves: how many depends on how busy the machine is."""
     (tmp_path / "out").mkdir()
-    done = run_script(KILLED, tmp_path)
+    (tmp_path / "run.py").write_text(KILLED)
+    done = python(tmp_path / "run.py", tmp_path / "out", env={**os.environ, "PYTHONPATH": ROOT})
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.split("killed")[1]) > 0
 

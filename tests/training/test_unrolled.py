@@ -2,21 +2,20 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
 
-from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, capture_residual
+from hf_hyperdflash import capture_residual
 from hf_hyperdflash.drafters.parts.rank_head import rank_classes, rank_features
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.losses.loss import IGNORE_INDEX, rank_loss
 from hf_hyperdflash.training.losses.objective import collate
 
-from ..conftest import CSA, SLIDING, mostly_nightly, prompt, tiny_target
+from ..conftest import CSA, SLIDING, mostly_nightly, tiny_target
 from ..helpers import oracle_eagle3, oracle_specblock
 from ..helpers.families import qwen3
 from ..helpers.training import packed_rows, rows
+from ..helpers.training import trainer_for as any_trainer
 from ..helpers.unrolled import eagle3_oracle, specblock_oracle, unrolled
 
 
@@ -26,11 +25,9 @@ def target(request):
     return (qwen3() if request.param == "qwen3" else tiny_target(layer_types=[SLIDING, CSA, SLIDING])).eval()
 
 
-def trainer_for(folder, target, drafter, recipe, train=None, held_out=None, **options):
-    settings = {"num_anchors": 5, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
-                "logging_steps": 1, "max_length": 64, "per_device_train_batch_size": 3, **options}  # fmt: skip
-    args = HyperDFlashTrainingArguments(str(folder), recipe=recipe, **settings)
-    return HyperDFlashTrainer(drafter, target, args, train_dataset=train, eval_dataset=held_out)
+def trainer_for(folder, target, drafter, recipe, train, **options):
+    settings = {"num_anchors": 5, "per_device_train_batch_size": 3, **options}
+    return any_trainer(folder, target, drafter, train, recipe=recipe, **settings)
 
 
 @torch.no_grad()
@@ -226,48 +223,6 @@ def test_ranks_and_their_classes_are_the_loops(seed, vocabulary):
     torch.testing.assert_close(features[14], -(probabilities * probabilities.log()).sum())
 
 
-def learned_texts(target, count=5):
-    ids = prompt(11).repeat(count, 1)
-    ids[:, 0] = torch.arange(2, 2 + count)
-    return target.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=0), 11
-
-
-@pytest.mark.parametrize(
-    ("kind", "own"), mostly_nightly([("specblock", {}), ("eagle3", OWN), ("eagle3", {})]), ids=str
-)
-def test_the_estimate_walks_generations_own_rounds(tmp_path, target, kind, own):
-    """A drafter that has learned some texts by heart drafts in generation what it drafted in training."""
-    texts, start = learned_texts(target)
-    data = [{"input_ids": text, "loss_mask": [int(i >= start) for i in range(len(text))]} for text in texts.tolist()]
-    fields = {"block_size": 3, "max_blocks": 2} if kind == "specblock" else {"max_blocks": 5}
-    drafter = unrolled(kind, target, **fields, **own)
-    options = {"max_steps": 40, "learning_rate": 3e-3, "num_anchors": 32, "logging_steps": 10}
-    trainer = trainer_for(
-        tmp_path, target, drafter, "ours", Dataset.from_list(data), Dataset.from_list(data), **options
-    )
-    if own:
-        trainer.choose_vocabulary()
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    metrics = trainer.evaluate()
-    assert metrics["eval_loss"] < 0.8 * before and metrics["eval_teacher_forced_tau"] > 1.3
-    _, (walked, _), _ = trainer.prediction_step(drafter, collate(trainer.eval_dataset.to_list()), False)
-    drafter.eval().bind(target)
-    for text, rounds in zip(texts, walked.tolist()):
-        out = target.generate(
-            text[None, :start],
-            max_new_tokens=len(text) - start,
-            do_sample=False,
-            assistant_model=drafter,
-            pad_token_id=0,
-        )
-        assert torch.equal(out[0, : len(text)], text)
-        emitted = drafter.last_stats.emitted
-        whole = [n for n in rounds if n != IGNORE_INDEX][: len(emitted)]
-        assert whole[:-2] == emitted[:-2] and len(emitted) > 3  # towards a limit fewer are drafted
-    drafter.unbind(target)
-
-
 def test_blocks_go_on_from_any_slot_and_the_same_ones_again(tmp_path, target):
     drafter = unrolled("specblock", target, block_size=3, max_blocks=3)
     trainer = trainer_for(tmp_path, target, drafter, "specblock", train=rows(3))
@@ -288,20 +243,3 @@ def test_no_anchor_without_an_entry(tmp_path, target):
     trainer.objective.add_anchors(batch, trainer.state.global_step)
     assert batch["anchors"].tolist() == [list(range(1, 9))]
     assert trainer.objective.layer_ids[-1] == -1
-
-
-def test_lora_with_a_whole_rank_head(tmp_path, target):
-    drafter = unrolled("specblock", target, block_size=3, max_blocks=2)
-    before = {name: value.clone() for name, value in drafter.state_dict().items()}
-    lora = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["rank_head"])
-    wrapped = get_peft_model(drafter, lora)
-    trainer_for(tmp_path, target, wrapped, "specblock", rows(3), max_steps=2).train()
-    trained, query = wrapped.get_base_model().state_dict(), "layers.0.self_attn.q_proj"
-    assert torch.equal(trained[f"{query}.base_layer.weight"], before[f"{query}.weight"])
-    assert trained[f"{query}.lora_B.default.weight"].any()
-    head = "rank_head.modules_to_save.default.up_proj.weight"
-    assert not torch.equal(trained[head], before["rank_head.up_proj.weight"])
-    drafter.bind(target)
-    plain = target.generate(prompt(7), do_sample=False, max_new_tokens=10)
-    out = target.generate(prompt(7), do_sample=False, max_new_tokens=10, assistant_model=wrapped, tree_budget=6)
-    assert torch.equal(out, plain)

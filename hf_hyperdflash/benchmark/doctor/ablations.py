@@ -14,11 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...decoding.stats import SpeculationStats
 from ...drafters.base import Drafter
 from ...hub.loading import load_drafter
-from ...training.adaptation.configuration import AdaptationConfig
-from ...training.adaptation.learner import Learner
-from ...training.adaptation.samples import ReplayBuffer, Sample
+from ...training.adaptation.learner import AdaptationConfig, Learner, ReplayBuffer, Sample
 from ...training.data.encoding import encode_prompts
-from ...training.features.capture import compute_residual
+from ...training.losses.objective import compute_residual
 from ...training.trials import Local, run
 from ..intervals import drawn_ratios, interval
 from .config_variants import CAUSES
@@ -234,13 +232,13 @@ def fine_tune_briefly(
         residual = compute_residual(target, text[:, :-1], positions.to(text.device), learner.layer_ids)
         for part in (slice(start), slice(start, None)):
             if positions[:, part].numel():  # nothing was computed of an answer's last token
-                sample.add(residual[:, part], positions[:, part], text[:, 1:][:, part], part.start is not None)
+                sample.add_tokens(residual[:, part], positions[:, part], text[:, 1:][:, part], part.start is not None)
         if (row := sample.row()) is not None:
             replay.add(row)
-    if not len(replay):
+    if not replay.rows:
         raise ValueError("The target's answers are too short to learn from.")
     began = time.monotonic()
-    learner.learn("all", [replay.draw_batch(settings.rows, len(replay)) for _ in range(_STEPS)], seconds)
+    learner.learn("all", [replay.draw_batch(settings.rows, len(replay.rows)) for _ in range(_STEPS)], seconds)
     taught = copy.deepcopy(cast(Any, drafter))
     taught.load_state_dict(learner.copy.state_dict())
     return taught, learner.steps_taken, time.monotonic() - began

@@ -18,8 +18,8 @@ from ...drafters.parts.layers import block_inputs
 from ...targets.hooks import EMBEDDINGS
 from ...targets.registry import target_of
 from ...training.data.blocks import block_labels, block_masks, previous_tokens
-from ...training.features.capture import compute_residual
 from ...training.losses.loss import IGNORE_INDEX, indices_among
+from ...training.losses.objective import compute_residual
 from ...training.runs.progress import progress_bar
 from ..intervals import Interval, drawn_ratios, interval
 from .diagnosis import LEAST_PROMPTS, LEAST_TAU, REMARK, Examination, Finding

@@ -4,6 +4,10 @@ A float32 copy of the drafter learns between requests, in the thread whose reque
 quickly learned by heart. So the weights that serve go only a share of the way to the learned ones, and only if they
 would have drafted better for the requests that came afterwards. Verification uses the distributions that drafts were
 drawn from, so the text stays the target's even if the weights change meanwhile.
+
+A bandit decides when (SpecBlock, cost-aware adaptation). An update pays if it saves the requests to come more seconds
+than it takes. Both are measured: the cost with each update, the gain on requests after it. An update of an arm that is
+not known to pay is a trial. Trials may take a small share of the serving time, that of requests to come included.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import logging
 import math
 import threading
 import time
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -21,14 +26,17 @@ from transformers import PreTrainedModel
 from ...decoding.stats import SpeculationStats
 from ...drafters.base import Observer
 from ..losses.objective import Batch
-from .bandit import Bandit
-from .configuration import AdaptationConfig
-from .learner import Learner
-from .samples import ReplayBuffer, Sample
+from .learner import AdaptationConfig, Learner, ReplayBuffer, Sample
 
 logger = logging.getLogger(__name__)
 
+_TRIAL_SHARE = 1 / 200  # of the serving time, for trials
+_DROP = 0.85  # tau below this share of its long mean is a sign of a new kind of text
+_FAST_RATE, _SLOW_RATE = 1 / 8, 1 / 64  # weight of a request in the two running means of tau
+_GAIN_RATE = 2 / 3  # weight of a new measurement in the running means of an arm: what is learned once, is learned
+_STALE = 8  # updates of others after which an arm is tried again
 _SHARE_GROWTH, _SHARE_FALL, _LEAST_SHARE = 1.25, 0.5, 0.1  # after an update that helps, and one that does not
+_WORST = -0.99  # gain of weights that draft nothing: at -1 a round would never end
 
 
 @dataclass
@@ -47,19 +55,78 @@ class Decision:
     cost: float = 0.0  # seconds of judging and updating
 
 
-class _Recording(Observer):
-    """Records one sequence for an adaptation, which learns from it once it has ended."""
+@dataclass
+class Arm:
+    """A way to update, with its measured cost and gain, which are running means."""
 
-    def __init__(self, adaptation: Adaptation, sample: Sample) -> None:
-        self.adaptation, self.sample, self.target_layer_ids = adaptation, sample, sample.layer_ids
+    cost: float = 0.0  # seconds of an update
+    gain: float | None = None  # the relative increase of tokens per round by an update; `None` at first
+    updates_since: int = 0  # updates of other arms since the last one of this arm
 
-    def add_tokens(
-        self, residual: torch.Tensor, position_ids: torch.Tensor, next_ids: torch.Tensor, is_written: bool
-    ) -> None:
-        self.sample.add(residual, position_ids, next_ids, is_written)
 
-    def end(self, stats: SpeculationStats) -> None:
-        self.adaptation.learn_from(self.sample, stats)
+@dataclass
+class Bandit:
+    """Chooses among arms, the cheapest one first, which is tried first. `horizon` requests profit from an update."""
+
+    names: Sequence[str]
+    horizon: int
+    arms: dict[str, Arm] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.arms = {name: Arm() for name in self.names}
+        self._serving_seconds = self._trial_seconds = self._seconds_per_request = 0.0
+        self._requests, self._fast_tau, self._slow_tau, self._kinds = 0, 0.0, 0.0, 1
+
+    def record_request(self, tau: float, seconds: float) -> None:
+        """Record the tokens per round and the seconds of a request, with which a new kind of text may have begun."""
+        self._requests += 1
+        self._serving_seconds += seconds
+        self._seconds_per_request += (seconds - self._seconds_per_request) * max(_SLOW_RATE, 1 / self._requests)
+        self._fast_tau += (tau - self._fast_tau) * max(_FAST_RATE, 1 / self._requests)
+        self._slow_tau += (tau - self._slow_tau) * max(_SLOW_RATE, 1 / self._requests)
+        if self._fast_tau < _DROP * self._slow_tau:
+            self._slow_tau = self._fast_tau
+            self._kinds += 1
+            for arm in self.arms.values():
+                arm.gain = None  # it was measured on another kind of text
+
+    def expected_saving(self, name: str) -> float:
+        """Return the seconds that an update is expected to save, minus its own. Where they are not more than 0, an
+        update is a trial."""
+        arm = self.arms[name]
+        gain = arm.gain or 0.0
+        return self.horizon * self._seconds_per_request * gain / (1 + gain) - arm.cost
+
+    def trial_seconds_left(self) -> float:
+        """Return what trials may still take. Each kind of text has the horizon's share anew."""
+        to_come = self._kinds * self.horizon * self._seconds_per_request
+        return _TRIAL_SHARE * (self._serving_seconds + to_come) - self._trial_seconds
+
+    def choose(self) -> str | None:
+        """Return the arm to update, or `None` for no update."""
+        best = max(self.arms, key=self.expected_saving)
+        if self.expected_saving(best) > 0:
+            return next((name for name, arm in self.arms.items() if arm.updates_since >= _STALE), best)
+        unknown = [name for name, arm in self.arms.items() if arm.gain is None]
+        trial = (unknown or sorted(self.arms, key=lambda name: -self.arms[name].updates_since))[0]
+        left = self.trial_seconds_left()
+        return trial if left > 0 and left >= self.arms[trial].cost else None
+
+    def record_cost(self, name: str | None, seconds: float) -> None:
+        """Record the seconds of an update and of judging the one before; `None` where there was no update."""
+        if name is None or self.expected_saving(name) <= 0:
+            self._trial_seconds += seconds
+        if name is None:
+            return
+        arm = self.arms[name]
+        arm.cost = seconds if not arm.cost else arm.cost + (seconds - arm.cost) * _GAIN_RATE
+        for other in self.arms.values():
+            other.updates_since = 0 if other is arm else other.updates_since + 1
+
+    def record_gain(self, name: str, gain: float) -> None:
+        """Record the relative increase of tokens per round that an update brought."""
+        arm = self.arms[name]
+        arm.gain = gain if arm.gain is None else arm.gain + (gain - arm.gain) * _GAIN_RATE
 
 
 class Adaptation(Observer):
@@ -83,15 +150,12 @@ class Adaptation(Observer):
             raise ValueError("The drafter learns already: `stop()` its adaptation first.")
         learner = Learner(drafter, target, config)
         self.drafter, self.target, self.config, self.learner = drafter, target, config, learner
-        self.log, self.replay = list[Decision](), ReplayBuffer(config.most_bytes, config.seed)
+        self.log, self._start = list[Decision](), time.perf_counter()
         self._original = {name: value.detach().clone() for name, value in drafter.state_dict().items()}
         arms = [arm for arm in config.arms if learner.arms[arm]]
         if not arms:
             raise ValueError("`arms` is ('heads',), but the drafter has no heads: let it be ('all',).")
-        self.bandit = Bandit(arms, config.horizon)
-        self._start, self._new_rows = time.perf_counter(), 0
-        self._share = config.share
-        self._pending: str | None = None  # the arm of an update that was not judged yet
+        self._begin_anew(arms)
         self._state_lock, self._update_lock = threading.Lock(), threading.Lock()
         drafter.observer = self
 
@@ -120,17 +184,21 @@ class Adaptation(Observer):
         with self._update_lock, self._state_lock:
             self.drafter.load_state_dict(self._original)
             self.learner.reset(self._original)
-            self.replay = ReplayBuffer(self.config.most_bytes, self.config.seed)
-            self.bandit, self._new_rows = Bandit(self.bandit.names, self.config.horizon), 0
-            self._share, self._pending = self.config.share, None
+            self._begin_anew(self.bandit.names)
+
+    def _begin_anew(self, arms: Sequence[str]) -> None:
+        config = self.config
+        self.replay, self.bandit = ReplayBuffer(config.most_bytes, config.seed), Bandit(arms, config.horizon)
+        self._share, self._new_rows = config.share, 0
+        self._pending: str | None = None  # the arm of an update that was not judged yet
 
     # Called by the generation loop
 
-    def begin(self, target: PreTrainedModel, do_sample: bool) -> _Recording | None:
-        """Return a recording of the sequence that begins, sampled or greedy; `None` for another target."""
+    def begin(self, target: PreTrainedModel, do_sample: bool) -> Sample | None:
+        """Return who records the sequence that begins, sampled or greedy; `None` for another target."""
         if target is not self.target:
             return None
-        return _Recording(self, Sample(self.learner.layer_ids, max(1, self.config.most_bytes // 4), do_sample))
+        return Sample(self.learner.layer_ids, max(1, self.config.most_bytes // 4), do_sample, self.learn_from)
 
     def learn_from(self, sample: Sample, stats: SpeculationStats) -> None:
         """Learn from a generation that has ended, if it is time to. An error here ends the adaptation, not the
@@ -167,7 +235,7 @@ class Adaptation(Observer):
         began = time.perf_counter()
         with self._state_lock:
             new, self._new_rows = self._new_rows, 0
-            rows = self.replay.newest(new) + self.replay.held_out
+            rows = self.replay.rows[-new:] + self.replay.held_out
         if self._pending is not None:
             decision.gain = self._judge(rows)
         with self._state_lock:
@@ -176,7 +244,7 @@ class Adaptation(Observer):
             arm = self.bandit.names[-1] if self.config.policy == "always" else self.bandit.choose()
             self._pending, seconds = arm, math.inf
             if arm is not None:
-                if self.config.policy == "bandit" and not self.bandit.pays(arm):
+                if self.config.policy == "bandit" and self.bandit.expected_saving(arm) <= 0:
                     seconds = self.bandit.trial_seconds_left()
                 new = self.replay.hold_one_out(new)
                 batches = [self.replay.draw_batch(self.config.rows, new) for _ in range(self.config.steps)]
@@ -211,7 +279,7 @@ class Adaptation(Observer):
             self._share = max(_LEAST_SHARE, self._share * _SHARE_FALL)
         for name, value in (served if is_harm else learned).items():  # where nothing is proven, it learns on
             copied[name].copy_(value)
-        return gain if math.isfinite(gain) else -1.0
+        return gain if math.isfinite(gain) else _WORST  # of NaN
 
 
 def _proven_increase(before: torch.Tensor, after: torch.Tensor) -> float:

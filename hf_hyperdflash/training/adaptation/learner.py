@@ -1,29 +1,178 @@
-"""A copy of a drafter that takes training steps on some texts, and tells how it would draft for others."""
+"""What a drafter learns from while it serves, and the copy of it that learns."""
 
 from __future__ import annotations
 
 import copy
 import math
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...decoding.stats import SpeculationStats
+from ...drafters.base import Observer
 from ...drafters.blocks.drafter import BlockDrafter
 from ...drafters.parts.heads import HEADS
 from ...drafters.unrolled.drafter import UnrolledDrafter
 from ...targets.registry import target_of
 from ..data.blocks import expected_rounds, sample_anchors
-from ..losses.objective import Batch, collate
-from ..losses.unrolled import make_objective
-from .configuration import AdaptationConfig
+from ..flags import RECIPES, TrainingFlags
+from ..losses.objective import Batch, collate, make_objective
 
+POLICIES = ("bandit", "always", "never")
 _HEADS = (*(head.key for head in HEADS.values()), "confidence_head", "rank_head", "lm_head")
 _WARMUP = 4  # steps until the learning rate is reached
 _JUDGED = 48  # tokens of a row that weights are judged by
+_MOST_HELD_OUT = 4
+
+
+@dataclass
+class AdaptationConfig:
+    """How a drafter learns while it serves.
+
+    Args:
+        policy: `"bandit"` updates where that is expected to save more time than it takes, `"always"` whenever there is
+            something new, `"never"` only writes the log.
+        arms: What an update may change: `"heads"`, the drafter's sequential, confidence and rank heads, or `"all"`.
+        recipe: The loss, one of training's recipes.
+        learning_rate: AdamW's, reached in 4 steps.
+        share: How far the weights that serve go to the learned ones, at first. It grows by a quarter with an update
+            that helps and halves with one that does not.
+        every: Requests between two decisions.
+        steps: Optimizer steps of an update; fewer if a trial may not take that long.
+        rows: Requests that a step learns from, half of them new ones.
+        num_anchors: Most blocks per row to learn from.
+        horizon: Requests that are expected to profit from an update. Updates that are not known to pay take at most
+            half a percent of the serving time, that of so many requests to come included.
+        most_bytes: Most memory for text to learn from, residual included.
+        seed: Seed of the sampled rows and anchors.
+
+    Raises:
+        ValueError: If a field is out of range.
+    """
+
+    policy: str = "bandit"
+    arms: tuple[str, ...] = ("heads", "all")
+    recipe: str = "ours"
+    learning_rate: float = 3e-4
+    share: float = 0.3
+    every: int = 8
+    steps: int = 8
+    rows: int = 4
+    num_anchors: int = 12
+    horizon: int = 256
+    most_bytes: int = 256 * 2**20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.arms = (self.arms,) if isinstance(self.arms, str) else tuple(self.arms)
+        number = (int, float)
+        rate, share = self.learning_rate, self.share
+        fits = {
+            "policy": (self.policy in POLICIES, f"one of {', '.join(POLICIES)}"),
+            "recipe": (self.recipe in tuple(RECIPES), f"one of {', '.join(RECIPES)}"),
+            "arms": (bool(self.arms) and set(self.arms) <= {"heads", "all"}, "'heads', 'all' or both"),
+            "seed": (type(self.seed) is int, "a whole number"),
+            "learning_rate": (isinstance(rate, number) and 0 < rate < math.inf, "a number of more than 0"),
+            "share": (isinstance(share, number) and 0 < share <= 1, "a number of more than 0 and at most 1"),
+        }
+        for name in ("every", "steps", "rows", "num_anchors", "horizon", "most_bytes"):
+            value = getattr(self, name)
+            fits[name] = type(value) is int and value >= 1, "a whole number of at least 1"
+        for name, (is_right, expected) in fits.items():
+            if not is_right:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected {expected}.")
+        self.loss = TrainingFlags(num_anchors=self.num_anchors, **RECIPES[self.recipe])
+
+
+class Sample(Observer):
+    """Records the tokens of one generation, sampled or greedy, with their residual of some layers, and calls `ended`
+    with itself and the statistics. Of too many tokens for `most_bytes` the last ones are kept."""
+
+    def __init__(
+        self,
+        layer_ids: Sequence[int],
+        most_bytes: int,
+        is_sampled: bool = False,
+        ended: Callable[[Sample, SpeculationStats], None] | None = None,
+    ) -> None:
+        self.target_layer_ids, self.most_bytes, self.is_sampled = list(layer_ids), most_bytes, is_sampled
+        self._parts: deque[tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]] = deque()
+        self._ended = ended
+
+    def add_tokens(
+        self, residual: torch.Tensor, position_ids: torch.Tensor, next_ids: torch.Tensor, is_written: bool
+    ) -> None:
+        room = max(1, self.most_bytes // max(1, residual[0, 0].nbytes))  # of a long prompt
+        self._parts.append((residual[0, -room:], position_ids[0, -room:], next_ids[0, -room:], is_written))
+        left = sum(len(positions) for _, positions, *_ in self._parts)
+        while left - len(self._parts[0][1]) >= room:
+            left -= len(self._parts.popleft()[1])
+
+    def end(self, stats: SpeculationStats) -> None:
+        if self._ended is not None:
+            self._ended(self, stats)
+
+    def row(self) -> Batch | None:
+        """Return the columns that [`~objective.collate`] reads, and `is_sampled`; `None` if the target wrote too
+        little to learn from."""
+        if sum(len(positions) for _, positions, _, is_written in self._parts if is_written) < 2:
+            return None
+        # Copies: tensors that were computed in inference mode cannot be trained on.
+        residual, positions, following = (torch.cat(parts) for parts in list(zip(*self._parts))[:3])
+        written = [torch.full_like(part[1], part[3], dtype=torch.bool) for part in self._parts]
+        row = {"residual": residual, "position_ids": positions.to(residual.device)}
+        # The first token is not known here. Another one stands for it, which is never an anchor or a label.
+        row["input_ids"] = torch.cat([following[:1], following[:-1]]).to(residual.device)
+        row["loss_mask"] = torch.cat(written).to(residual.device)
+        row["loss_mask"][0] = False
+        row["is_sampled"] = torch.tensor(self.is_sampled)
+        return row
+
+
+class ReplayBuffer:
+    """The rows of the last generations, within a limit of memory, to learn from again; a few from all the time are
+    held out and never learned from."""
+
+    def __init__(self, most_bytes: int, seed: int = 0) -> None:
+        self.most_bytes, self._random, self._times_held_out = most_bytes, random.Random(seed), 0
+        self.rows, self.held_out = list[Batch](), list[Batch]()
+
+    def add(self, row: Batch) -> None:
+        """Append a row, and drop the oldest rows if there are too many bytes."""
+        self.rows.append(row)
+        sizes = [sum(values.nbytes for values in each.values()) for each in self.rows]
+        while sum(sizes) > self.most_bytes and len(sizes) > 1:
+            del sizes[0], self.rows[0]
+
+    def hold_one_out(self, new: int) -> int:
+        """Set one of the `new` last rows aside, and return how many are left of them. The few that are kept are a fair
+        draw from all that ever were. Of few rows none can be spared."""
+        if new < _MOST_HELD_OUT or new > len(self.rows):
+            return new
+        self._times_held_out += 1
+        place = len(self.held_out)
+        if place == _MOST_HELD_OUT:
+            place = self._random.randrange(self._times_held_out)
+        if place >= _MOST_HELD_OUT:
+            return new
+        self.held_out[place : place + 1] = [self.rows.pop(len(self.rows) - 1 - self._random.randrange(new))]
+        return new - 1
+
+    def draw_batch(self, count: int, new: int) -> Batch:
+        """Draw a batch: about half from the `new` last rows, which were not learned from yet, the rest from earlier
+        ones."""
+        first_new = max(0, len(self.rows) - new)
+        new_rows, old_rows = self.rows[first_new:], self.rows[:first_new]
+        new_count = max(count - len(old_rows), (count + 1) // 2)
+        drawn = self._random.sample(new_rows, min(new_count, len(new_rows)))
+        return collate(drawn + self._random.sample(old_rows, min(count - len(drawn), len(old_rows))))
 
 
 class Learner:

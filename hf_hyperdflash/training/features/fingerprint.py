@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ def target_fingerprint(target: PreTrainedModel, rounded_to: torch.dtype | None =
     parts: dict[str, list[str]] = {"head": [], "body": []}
     for module, digest in _digests(target, rounded_to):
         parts["head" if id(module) in heads else "body"].append(digest)
-    combined = {part: _combine(digests) if digests else "" for part, digests in parts.items()}
-    return {**combined, "config": _sha256(json.dumps(config_fields(target.config), sort_keys=True))}
+    combined = {part: sha256(*sorted(digests)) if digests else "" for part, digests in parts.items()}
+    return {**combined, "config": sha256(json.dumps(config_fields(target.config), sort_keys=True))}
 
 
 def short_fingerprint(fingerprint: dict[str, str]) -> str:
@@ -81,7 +81,7 @@ def module_fingerprint(module: nn.Module) -> str:
     if isinstance(config, PreTrainedConfig):
         usual = config_fields(type(config)())
         fields = {name: value for name, value in config_fields(config).items() if usual.get(name) != value}
-    return _sha256(json.dumps([_combine(digest for _, digest in _digests(module)), fields], sort_keys=True))
+    return sha256(json.dumps([sha256(*sorted(digest for _, digest in _digests(module))), fields], sort_keys=True))
 
 
 @torch.no_grad()
@@ -97,10 +97,6 @@ def _digests(model: nn.Module, rounded_to: torch.dtype | None = None) -> Iterato
                     yield module, tensor_digest(name, value.to(rounded_to) if is_rounded else value)
 
 
-def _combine(digests: Iterable[str]) -> str:
-    return _sha256(" ".join(sorted(digests)))
-
-
 def tensor_digest(name: str, value: torch.Tensor) -> str:
     """Return the digest of one weight: of its name, its shape and every value."""
     if value.is_meta or not value.numel():
@@ -112,10 +108,10 @@ def tensor_digest(name: str, value: torch.Tensor) -> str:
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     if hasattr(value, "__tensor_flatten__"):  # torchao's, which consists of other tensors
         parts = value.__tensor_flatten__()[0]
-        return _combine(tensor_digest(f"{name}.{part}", getattr(value, part)) for part in parts)
+        return sha256(*sorted(tensor_digest(f"{name}.{part}", getattr(value, part)) for part in parts))
     chunks = [_shortest_exact(chunk) for chunk in value.flatten().split(_CHUNK)]
     sums = torch.stack([_mixed_sum(chunk) for chunk in chunks]).tolist()
-    return _sha256(f"{name} {list(value.shape)} {[(str(c.dtype), s) for c, s in zip(chunks, sums)]}")
+    return sha256(f"{name} {list(value.shape)} {[(str(c.dtype), s) for c, s in zip(chunks, sums)]}")
 
 
 def _shortest_exact(chunk: torch.Tensor) -> torch.Tensor:
@@ -143,5 +139,5 @@ def _mixed_sum(chunk: torch.Tensor) -> torch.Tensor:
     return words.sum()
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def sha256(*texts: str) -> str:
+    return hashlib.sha256(" ".join(texts).encode()).hexdigest()

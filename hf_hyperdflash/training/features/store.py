@@ -22,15 +22,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from rich.filesize import decimal
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from tqdm import tqdm as PlainBar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...targets.registry import target_of
+from ..losses.objective import compute_document_residuals, split_documents
 from ..runs.progress import progress_bar
-from .capture import compute_document_residuals, split_documents
-from .fingerprint import config_fields, target_fingerprint
+from .fingerprint import config_fields, sha256, target_fingerprint
 from .locking import only_writer
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 Rows: TypeAlias = "datasets.Dataset | Sequence[Mapping[str, Any]]"
 Identity: TypeAlias = dict[str, Any]
 
-_FORMAT, _UNFINISHED, _LISTS = 3, ".tmp", "features-*.json"
+_FORMAT, _UNFINISHED, _LISTS = 3, ".tmp", "features*.json"
 FEATURE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 _COLUMNS = {"input_ids": torch.int32, "loss_mask": torch.bool, "position_ids": torch.int32}
 _SHARD_SIZE = 256 * 2**20  # the work that a killed call may lose
@@ -57,28 +58,19 @@ class Part(NamedTuple):
     rows: int
     tokens: int
 
-    def file(self, directory: Path) -> Path:
-        return directory / f"{self.name}.safetensors"
-
 
 class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The target's residual streams of every row of a dataset, on disk: written once, read many times.
+    """The residual of every row of a dataset, by default the pre-collapse one, from which the teacher's logits follow.
 
-    By default it is the pre-collapse residual. Nothing else of the target is stored: the teacher's logits follow from
-    the residual ([`~training.losses.objective.teacher_states`]). The directory is where [`FeatureCache.write`] put it,
-    or a folder with the files of several caches of one target. A target loaded with `num_hidden_layers=0` is enough to
-    train from the cache: then only embedding, final norm, collapse and language model head are compared. `identity` is
-    what the residual depends on, `parts` are the files in the order of the rows, and items have the streams of
-    `target_layer_ids`.
-
-    Raises:
-        ValueError: If there is no complete cache, another target wrote it, caches that cannot be joined are there, or
-            it is no target.
+    A target loaded with `num_hidden_layers=0` is enough to train from the cache: then only embedding, final norm,
+    collapse and language model head are compared. `identity` is what the residual depends on, `parts` are the files in
+    the order of the rows, and items have the streams of `target_layer_ids`. Anything but one complete cache of the
+    target, or several that can be joined, is a `ValueError`.
     """
 
     def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel | Identity) -> None:
         """Open the cache for a target, or for its description, which takes time: every weight is read."""
-        directory = self.directory = _folder(directory)
+        directory = self.directory = Path(directory)
         target = target if isinstance(target, dict) else _describe_target(target)
         lists = _read_lists(directory)
         if not lists:
@@ -125,19 +117,16 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
         Rows are map-style, one per training sequence: `input_ids`, `loss_mask` (0 or 1) and `position_ids` (counting
         from 0 in every packed document), lists of integers of one length. `"float8"` is e4m3 with a float32 scale per
-        token and stream. The size is printed before anything is written. An interrupted call, repeated with the same
-        arguments, goes on after the parts that it wrote, and ends in the same bytes as an uninterrupted one. Parts of
-        some of the rows that are there already are used, and a cache with more layers is opened for the given ones. A
-        new part begins after `shard_size` bytes; about twice as much memory is used.
+        token and stream. A repeated call ends in the same bytes as an uninterrupted one. Parts of some of the rows
+        that are there already are used, and a cache with more layers is opened for the given ones. A new part begins
+        after `shard_size` bytes; about twice as much memory is used.
 
-        Raises:
-            ValueError: If the rows are malformed, the disk is too small, the residual is not finite, the directory
-                holds a cache of other rows, another target, tokenizer or dtype, or another process is writing there.
-            OSError: If writing fails. Parts that are complete stay; the same call continues after them.
+        What does not fit, rows, disk, what is in the directory, is a `ValueError` before anything is written; a write
+        that fails is an `OSError`.
         """
         if dtype not in FEATURE_DTYPES:
             raise ValueError(f"`dtype` is {dtype!r}, expected one of {sorted(FEATURE_DTYPES)}.")
-        path, family = _folder(directory), target_of(target)
+        path, family = Path(directory), target_of(target)
         identity: Identity = {
             "target": _describe_target(target),
             "tokenizer": None,
@@ -148,7 +137,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         }
         if tokenizer is not None:
             vocabulary = [f"{token} {number}" for token, number in sorted(tokenizer.get_vocab().items())]
-            digests = {"vocabulary": _sha256(vocabulary), "template": _sha256([str(tokenizer.chat_template)])}
+            digests = {"vocabulary": sha256(*vocabulary), "template": sha256(str(tokenizer.chat_template))}
             identity["tokenizer"] = digests
         writer = _Writer(path, rows, target, identity, batch_size, shard_size)
         if not writer.list_path.exists() or writer.missing():
@@ -163,12 +152,10 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         """Return `input_ids` and `position_ids` (long), `loss_mask` (bool), `[seq]` each, and `residual`,
         `[seq, len(target_layer_ids) * config.hc_mult, config.hidden_size]`, float32 if stored so, else bfloat16."""
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"Row {i} of a feature cache with {len(self)} rows.")
-        i %= len(self)
+        i = range(len(self))[i]
         at = bisect_right(self._first_rows, i) - 1
         # Opened for every row, which maps the file and reads a header: no open file has to survive a fork or pickle.
-        with safe_open(self.parts[at].file(self.directory), "pt") as file:
+        with safe_open(self.directory / f"{self.parts[at].name}.safetensors", "pt") as file:
             lengths = file.get_tensor("lengths")
             end = int(lengths[: i - self._first_rows[at] + 1].sum())
             span = slice(end - int(lengths[i - self._first_rows[at]]), end)
@@ -186,7 +173,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     @property
     def digest(self) -> str:
         """The SHA-256 of what is stored of which rows."""
-        return _sha256([_key(self.identity), *(part.name for part in self.parts)])
+        return sha256(_key(self.identity), *(part.name for part in self.parts))
 
 
 @dataclass
@@ -230,32 +217,26 @@ class _Writer:
                 f"are not among these {len(self.rows)} with these tokens, loss masks and positions. Use the rows that "
                 "it was written with, or another directory."
             )
-        digest = _sha256([_key(self.identity), *(part.name for part in self.parts)])
+        digest = sha256(_key(self.identity), *(part.name for part in self.parts))
         self.list_path = self.directory / f"features-{digest[:16]}.json"
 
     def _read_columns(self, i: int) -> dict[str, torch.Tensor]:
         row = self.rows[i]
-        if missing := _COLUMNS.keys() - row.keys():
-            raise ValueError(
-                f"Row {i} has the columns {sorted(row)}, {sorted(missing)} are missing. Tokenize the dataset first."
-            )
-        columns = {name: torch.tensor(row[name], dtype=torch.long) for name in _COLUMNS}
-        vocab_size = target_of(self.target).config.vocab_size
+        columns = {name: torch.tensor(row.get(name, ()), dtype=torch.long) for name in _COLUMNS}
         ids, mask, positions = columns.values()
         if not (ids.shape == mask.shape == positions.shape == (ids.numel(),)) or not ids.numel():
             raise ValueError(
                 f"Row {i} has columns of the shapes { {name: list(value.shape) for name, value in columns.items()} }: "
-                "expected lists of one length, at least 1."
+                "expected lists of one length, at least 1. Tokenize the dataset first."
             )
-        if ids.min() < 0 or ids.max() >= vocab_size:
-            raise ValueError(
-                f"Row {i} has token ids from {ids.min()} to {ids.max()}, outside the target's vocabulary of "
-                f"{vocab_size}. Tokenize with the target's own tokenizer."
-            )
-        if mask.min() < 0 or mask.max() > 1:
-            raise ValueError(
-                f"Row {i} has a `loss_mask` with values from {mask.min()} to {mask.max()}: expected 0 and 1."
-            )
+        vocab_size = target_of(self.target).config.vocab_size
+        for name, most in (("input_ids", vocab_size - 1), ("loss_mask", 1)):
+            least, largest = columns[name].aminmax()
+            if least < 0 or largest > most:
+                raise ValueError(
+                    f"Row {i} has `{name}` from {least} to {largest}, expected 0 to {most}, with the target's own "
+                    f"tokenizer and its vocabulary of {vocab_size}."
+                )
         if positions[0] != 0 or ((positions[1:] != 0) & (positions[1:] != positions[:-1] + 1)).any():
             raise ValueError(f"The `position_ids` of row {i} do not count 0, 1, 2, .. in each of its documents.")
         return columns
@@ -266,7 +247,7 @@ class _Writer:
         counts, parts, start = sorted({part.rows for part in known}, reverse=True), list[Part](), 0
 
         def group(stop: int) -> Part:
-            return Part(_sha256(self.digests[start:stop])[:32], stop - start, sum(self.lengths[start:stop]))
+            return Part(sha256(*self.digests[start:stop])[:32], stop - start, sum(self.lengths[start:stop]))
 
         while start < len(self.rows):
             count = next((n for n in counts if group(start + n) in known), 0)
@@ -296,13 +277,13 @@ class _Writer:
         free = shutil.disk_usage(self.directory).free
         print(
             f"Feature cache in {self.directory}: {sum(rows):,} rows, {sum(tokens):,} tokens, "
-            f"{_human(_size(self.identity, sum(rows), sum(tokens)))} as {self.identity['dtype']}. To be written: "
-            f"{_human(needed)}, free on the disk: {_human(free)}."
+            f"{decimal(_size(self.identity, sum(rows), sum(tokens)))} as {self.identity['dtype']}. To be written: "
+            f"{decimal(needed)}, free on the disk: {decimal(free)}."
         )
         if free < needed + _RESERVED_BYTES:
             raise ValueError(
-                f"The feature cache needs {_human(needed)} more in {self.directory}, where {_human(free)} are free "
-                f"({_human(_RESERVED_BYTES)} stay reserved). {_SPACE_ADVICE}"
+                f"The feature cache needs {decimal(needed)} more in {self.directory}, where {decimal(free)} are free "
+                f"({decimal(_RESERVED_BYTES)} stay reserved). {_SPACE_ADVICE}"
             )
         content = {"version": _FORMAT, "identity": self.identity, "parts": self.parts}
         self._write(self.list_path, json.dumps(content, indent=1).encode())
@@ -313,7 +294,7 @@ class _Writer:
             for i in missing:
                 tensors = self._tensors(first_rows[i], rows[i], progress)
                 data = save(tensors, {"identity": _key(self.identity)})
-                self._write(self.parts[i].file(self.directory), data)
+                self._write(self.directory / f"{self.parts[i].name}.safetensors", data)
 
     def _tensors(self, first_row: int, count: int, progress: PlainBar) -> dict[str, torch.Tensor]:
         """Return all rows of a part end to end, their lengths and residual, computed in batches of similar length."""
@@ -358,19 +339,9 @@ class _Writer:
             unfinished.unlink(missing_ok=True)
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             raise OSError(
-                f"Writing {path.name} ({_human(len(data))}) to {self.directory} failed: {error.strerror}. The parts "
+                f"Writing {path.name} ({decimal(len(data))}) to {self.directory} failed: {error.strerror}. The parts "
                 f"before it are complete: the same call continues after them.{f' {_SPACE_ADVICE}' if is_full else ''}"
             ) from error
-
-
-def _folder(directory: str | os.PathLike[str]) -> Path:
-    if not isinstance(directory, (str, os.PathLike)):
-        raise ValueError(f"`directory` is {directory!r}, expected the path of a feature cache.")
-    return Path(directory)
-
-
-def _sha256(texts: Sequence[str]) -> str:
-    return hashlib.sha256(" ".join(texts).encode()).hexdigest()
 
 
 def _describe_target(target: PreTrainedModel) -> Identity:
@@ -387,7 +358,7 @@ def _describe_target(target: PreTrainedModel) -> Identity:
 def _key(identity: Identity) -> str:
     """Return the digest of what the bytes of a part depend on. A target's name and the tokenizer are only recorded."""
     fields = {**identity, "tokenizer": None, "target": {**identity["target"], "repository": "", "revision": ""}}
-    return _sha256([json.dumps(fields, sort_keys=True)])
+    return sha256(json.dumps(fields, sort_keys=True))
 
 
 def _size(identity: Identity, rows: int, tokens: int) -> int:
@@ -397,14 +368,6 @@ def _size(identity: Identity, rows: int, tokens: int) -> int:
         per_stream += torch.float32.itemsize  # its scale
     per_token = len(identity["target_layer_ids"]) * identity["hc_mult"] * per_stream
     return tokens * (per_token + sum(kind.itemsize for kind in _COLUMNS.values())) + rows * torch.int64.itemsize
-
-
-def _human(size: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:,.1f} TB"
 
 
 def _encode(residual: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
@@ -419,28 +382,18 @@ def _encode(residual: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
 
 def _read_lists(directory: Path) -> list[tuple[Identity, list[Part]]]:
     """Return the identity and the parts of each cache in a folder."""
-    if (earlier := directory / "features.json").exists():
-        raise ValueError(
-            f"{earlier} is of an earlier release, whose caches this one does not read. Write the cache again in "
-            "another directory, or install the release that wrote it."
-        )
     found = []
     for path in sorted(directory.glob(_LISTS)):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            version = content["version"]
-            if version == _FORMAT:
-                found.append((content["identity"], [Part(*part) for part in content["parts"]]))
+            if content["version"] != _FORMAT:
+                raise ValueError(f"its format has version {content['version']}, and this release reads {_FORMAT}")
+            found.append((content["identity"], [Part(*part) for part in content["parts"]]))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path} is damaged or no list of features ({error!r}). Delete it and write the cache again: parts "
-                "that are whole stay."
+                f"{path} is damaged, of another release or no list of features ({error!r}). Delete it and write the "
+                "cache again: parts of this release that are whole stay."
             ) from error
-        if version != _FORMAT:
-            raise ValueError(
-                f"{path} has format version {version}, this release reads {_FORMAT}. Write the cache again in another "
-                "directory, or install the release that wrote it."
-            )
     return found
 
 
@@ -480,7 +433,7 @@ def _check_identity(directory: Path, there: Identity, here: Identity) -> None:
 def _is_whole(directory: Path, part: Part, identity: Identity) -> bool:
     """Return whether a part is there, as long as its header says, and of this identity."""
     try:
-        with safe_open(part.file(directory), "pt") as file:
+        with safe_open(directory / f"{part.name}.safetensors", "pt") as file:
             return file.metadata() == {"identity": _key(identity)}
     except (FileNotFoundError, SafetensorError):
         return False

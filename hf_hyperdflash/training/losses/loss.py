@@ -41,20 +41,13 @@ class LossTerms:
 
 
 class DraftHead(NamedTuple):
-    """What turns a drafter's states into logits.
-
-    The LM head may move and cast its input, and its own parameters get no gradient. The number of calls depends on the
-    labels, so it differs between processes. Without one, states are logits.
-    """
+    """What turns a drafter's states into logits. The LM head is called as often as labels need, so that processes
+    differ; its own parameters get no gradient. Without one, states are logits."""
 
     lm_head: Callable[[torch.Tensor], torch.Tensor] = torch.nn.Identity()  # the target's
     table: torch.Tensor | None = None  # `[config.vocab_size, config.head_rank]`, of a head's vectors; else our LM head
     draft_ids: torch.Tensor | None = None  # `[config.draft_vocab_size]`, the tokens that `table` scores, if not all
     candidates: int = 0  # the best tokens of the block's own logits that a draft is chosen among; 0 for all
-
-    def indices(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the index of each token in the logits, -1 for a token that cannot be drafted."""
-        return tokens if self.draft_ids is None else indices_among(tokens, self.draft_ids)
 
 
 _LOGITS = DraftHead()
@@ -84,21 +77,18 @@ def position_weights(drafts: int, decay: float | None) -> torch.Tensor | None:
 def loss_counts(labels: torch.Tensor, kl_positions: int, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Count what the sums of Eq. 2 and 3 over `labels`, `[blocks, drafts]`, are divided by, `[1 + kl_positions]`: the
     summed weights of the labelled positions, then for each of the first draft positions the blocks with a label there.
-
-    Add the counts up over the micro-batches and processes of one optimizer step, and pass the total to every one of
-    them. Their losses then sum to the loss of the one big batch."""
+    With the sum of all counts of an optimizer step, losses of micro-batches and processes sum to the big batch's."""
     blocks = (labels != IGNORE_INDEX).sum(0)
     weighted = blocks.float() if weights is None else blocks * weights.to(blocks.device)
     return torch.cat([weighted.sum(0, keepdim=True), blocks[:kl_positions].to(weighted)])
 
 
 def rank_loss(class_logits: torch.Tensor, classes: torch.Tensor, budget: float = 10.0) -> torch.Tensor:
-    """Compute SpecBlock's loss of a rank head's `[blocks, slots, 4]`, with -100 for classes without a label.
+    """Compute SpecBlock's cross-entropy of a rank head's `[blocks, slots, 4]`; -100 are classes without a label.
 
-    It is a cross-entropy. Labels are smoothed towards nearby classes, more so towards classes with more children.
-    Each term is weighted by the distance between prediction and label, twice if the prediction has too few children.
-    In each slot, a class counts as at most `budget` samples. A block counts up to the first slot whose class is
-    predicted wrongly."""
+    Labels are smoothed towards nearby classes, more so towards classes with more children. Each term is weighted by
+    the distance between prediction and label, twice if the prediction has too few children. In each slot, a class
+    counts as at most `budget` samples. A block counts up to the first slot whose class is predicted wrongly."""
     logits, labelled = class_logits.float(), classes != IGNORE_INDEX
     true, predicted = classes.clamp(min=0), class_logits.argmax(-1)
     right = (predicted == true) & labelled
@@ -138,15 +128,11 @@ def drafter_loss(
     Positions without a label never reach the head. The loss is computed on the device of the logits, in float32 or
     better.
 
-    Args:
-        drafted: The drafter's output, `[blocks, drafts, ...]` each.
-        labels: `[blocks, drafts]`, the tokens at a+1, a+2, ..; -100 where there is none, which then counts nowhere.
-        teacher: `[blocks, T, config.target_hidden_size]`, what the head turns into the teacher's logits: the target's
-            collapsed and normed states at a, a+1, .., of the first P draft positions or of all; `None` for
-            cross-entropy alone. TV, acceptance and confidence need all.
-        terms: The terms and their weights.
-        head: What turns states into logits.
-        counts: `[1 + P]`, of [`loss_counts`], over the whole optimizer step; default: of these labels.
+    The drafter's output is `[blocks, drafts, ...]`, `labels` are the tokens at a+1, a+2, .., `[blocks, drafts]`, -100
+    where there is none, and `teacher` is what the head turns into the teacher's logits, the target's collapsed and
+    normed states at a, a+1, .. of the first P draft positions or of all, `[blocks, P, config.target_hidden_size]`;
+    `None` for cross-entropy alone. TV, acceptance and confidence need all. `counts`, `[1 + P]`, are those of
+    [`loss_counts`] over the whole optimizer step, by default of these labels.
     """
     taught = 0 if teacher is None else teacher.shape[1]
     positions = taught if terms.kl_positions is None else min(taught, terms.kl_positions)
@@ -165,7 +151,9 @@ def drafter_loss(
     most = max(terms.ce_weight, terms.tv_weight, terms.blind_weight)
     unit = torch.cat([most * scale, terms.kl_weight * kl_scale]).max()
     unit = unit.clamp(min=torch.finfo(torch.float32).tiny)
+    blind = drafted.blind
     given = {"states": drafted.states, "vectors": drafted.vectors, "table": head.table}
+    given |= {"blind": blind} if terms.blind_weight else {}
     sources = {name: source for name, source in given.items() if source is not None}
     needs_gradient = torch.is_grad_enabled() and any(source.requires_grad for source in sources.values())
     gradients = {
@@ -173,8 +161,6 @@ def drafter_loss(
         for name, source in sources.items()
         if needs_gradient
     }
-    blind = drafted.blind
-    blind_gradient = torch.zeros_like(blind) if blind is not None and needs_gradient and terms.blind_weight else None
     predictions, acceptance = torch.full_like(labels, -1), torch.zeros_like(labels, dtype=unit.dtype)
     cross_entropy = kl = tv = blind_cross_entropy = torch.zeros_like(unit)
     # Of the labelled positions of a chunk the distilled ones come first. The indices are on the CPU, so that no chunk
@@ -188,7 +174,7 @@ def drafter_loss(
         rows = slice(None if covers_all else distilled)
         chunk_scale, chunk_kl_scale = scale[draft], kl_scale[draft[:distilled]]
         targets = Targets(
-            head.indices(labels[block, draft]),
+            indices_among(labels[block, draft], head.draft_ids),
             None if teacher is None else teacher.detach()[block[rows], draft[rows]],
             terms.ce_weight * chunk_scale / unit,
             terms.kl_weight * chunk_kl_scale / unit,
@@ -197,20 +183,21 @@ def drafter_loss(
         )
         if blind is not None:
             weights = terms.blind_weight * chunk_scale / unit
-            block_states = blind.detach()[block, draft].requires_grad_(blind_gradient is not None)
+            block_states = blind.detach()[block, draft].requires_grad_("blind" in gradients)
             block_targets = Targets(targets.labels, None, weights, chunk_kl_scale[:0], None)
             of_block = chunk_loss({"states": block_states}, block_targets, head.lm_head, 1.0, best=head.candidates)
             blind_cross_entropy = blind_cross_entropy + (of_block.cross_entropy.to(unit) * chunk_scale).sum()
             targets = targets._replace(candidates=of_block.predictions)
-            if blind_gradient is not None:
-                blind_gradient[block, draft] = of_block.gradients[0]
+            if "blind" in gradients:
+                gradients["blind"][block, draft] = of_block.gradients[0]
             del of_block
         inputs = {
-            name: (source.detach() if name == "table" else source.detach()[block, draft]).requires_grad_(
-                needs_gradient
-            )
+            name: source.detach() if name == "table" else source.detach()[block, draft]
             for name, source in sources.items()
+            if name != "blind"
         }
+        for each in inputs.values():
+            each.requires_grad_(needs_gradient)
         found = chunk_loss(inputs, targets, head.lm_head, terms.kl_temperature)
         cross_entropy = cross_entropy + (found.cross_entropy.to(unit) * chunk_scale).sum()
         kl = kl + (found.kl.to(unit) * chunk_kl_scale).sum()
@@ -219,16 +206,14 @@ def drafter_loss(
             acceptance[block, draft] = found.acceptance.to(acceptance)
         predicted = found.predictions[:, 0].to(predictions)
         predictions[block, draft] = predicted if head.draft_ids is None else head.draft_ids.to(predicted)[predicted]
-        for i, (name, gradient) in enumerate(gradients.items()):
+        for i, name in enumerate(inputs if needs_gradient else ()):
             if name == "table":
-                gradient += found.gradients[i]
+                gradients[name] += found.gradients[i]
             else:
-                gradient[block, draft] = found.gradients[i]
+                gradients[name][block, draft] = found.gradients[i]
         del inputs, found  # no name may hold a table's gradient, which is as large as logits
     loss = terms.ce_weight * cross_entropy + terms.kl_weight * kl
     loss = loss + terms.tv_weight * tv + terms.blind_weight * blind_cross_entropy
-    if blind is not None and blind_gradient is not None:
-        sources["blind"], gradients["blind"] = blind, blind_gradient
     if needs_gradient:
         loss = _PrecomputedGradients.apply(loss, unit, list(gradients.values()), *sources.values())
     confidence_loss = torch.zeros_like(unit)
@@ -240,8 +225,11 @@ def drafter_loss(
     return DrafterLoss(loss, *parts, predictions, acceptance)
 
 
-def indices_among(tokens: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
-    """Return the index of each token, of any shape, in `draft_ids`; -1 for a token that cannot be drafted."""
+def indices_among(tokens: torch.Tensor, draft_ids: torch.Tensor | None) -> torch.Tensor:
+    """Return the index of each token, of any shape, in `draft_ids`, if not all are drafted; -1 for a token that cannot
+    be."""
+    if draft_ids is None:
+        return tokens
     ordered, order = draft_ids.to(tokens.device).sort()
     at = torch.searchsorted(ordered, tokens).clamp(max=len(ordered) - 1)
     return torch.where(ordered[at] == tokens, order[at], -1)

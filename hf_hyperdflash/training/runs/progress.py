@@ -6,11 +6,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from itertools import count, takewhile
-from typing import Any
 
 from tqdm import tqdm as PlainBar
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, TrainerState
 
 # Evaluations: name, prefix of the acceptance per position, and figures. Generation's log repeats the estimates.
 _EVALUATIONS: tuple[tuple[str, str, dict[str, str]], ...] = (
@@ -32,7 +31,7 @@ _SECONDS = 30  # between the lines that stand for a bar
 class _ProgressLines(PlainBar):
     """Prints a bar's text as a line now and then, for log files. Work that takes less than that prints none."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **{**options, "leave": False, "mininterval": _SECONDS, "maxinterval": _SECONDS})
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
@@ -40,7 +39,7 @@ class _ProgressLines(PlainBar):
             print(self, file=sys.stderr, flush=True)
 
 
-def progress_bar(*args: Any, disable: bool | None, **options: Any) -> PlainBar:
+def progress_bar(*args: object, disable: bool | None, **options: object) -> PlainBar:
     """Return tqdm's bar. `disable` is `True` for none, `False` for one, `None` for one on a terminal and a line now
     and then elsewhere."""
     if disable is None and not sys.stderr.isatty():
@@ -69,12 +68,7 @@ class LinesAboveBar(ProgressCallback):
     """transformers' progress bar, with a line for each entry instead of a dictionary."""
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
+        self, args: object, state: TrainerState, control: object, logs: dict[str, float] | None = None, **_: object
     ) -> None:
         if state.is_world_process_zero and self.training_bar is not None:
             self.training_bar.write(format_entry(state.global_step, logs or {}))
@@ -84,12 +78,7 @@ class Lines(PrinterCallback):
     """Prints a line for each entry where there is no bar."""
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
+        self, args: object, state: TrainerState, control: object, logs: dict[str, float] | None = None, **_: object
     ) -> None:
         if state.is_world_process_zero:
             print(format_entry(state.global_step, logs or {}), flush=True)

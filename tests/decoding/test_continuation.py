@@ -204,15 +204,3 @@ def test_padding_is_no_context():
     ids, mask = padded(prompt(9))
     _, context = turn(target, tiny_drafter(target), ids, attention_mask=mask)
     assert context.end == 13 + 12 - 1 and len(context) == 9 + 12 - 1
-
-
-def test_what_the_mask_hides_within_a_text_stays_hidden():
-    target = bind(families.qwen3().eval())
-    ids, mask = torch.cat([prompt(9), prompt(9, seed=1)]), torch.ones(2, 9, dtype=torch.long)
-    mask[1, 5] = 0
-    texts = [target.generate(row[None], attention_mask=own[None], **GREEDILY) for row, own in zip(ids, mask)]
-    assert not torch.equal(texts[1], target.generate(ids[1:], **GREEDILY))
-    for rows in ([0, 1], [1]):
-        drafter = RandomTrees(target, [texts[row][0] for row in rows])
-        out = target.generate(ids[rows], attention_mask=mask[rows], assistant_model=drafter, **GREEDILY)
-        assert torch.equal(out, torch.cat([texts[row] for row in rows]))

@@ -29,7 +29,7 @@ from ..fuzz_trees import padded_on_the_left
 from ..helpers import families
 from ..helpers.drawn_tokens import assert_drawn_from
 from ..helpers.headed_drafters import headed
-from ..helpers.tree_drafters import RandomChains, RandomTrees
+from ..helpers.tree_drafters import RandomTrees
 
 GREEDILY = {"do_sample": False, "max_new_tokens": 20}
 
@@ -349,26 +349,3 @@ def test_drawn_texts_have_the_targets_law(family, drafter, asked, drawn):
             for outcome, count in of_texts.items():
                 alone[outcome // 8 ** (1 - axis) % 8] += count
             assert_drawn_from(law.view(8, 8).sum(1 - axis), alone)
-
-
-class Steered(families.Qwen3ForCausalLM):
-    """A target with an argument of its own for each text, `[batch, config.vocab_size]`."""
-
-    def forward(self, *args, steer=None, **kwargs):
-        outputs = super().forward(*args, **kwargs)
-        assert len(steer) == len(outputs.logits)
-        outputs.logits = outputs.logits + steer[:, None]
-        return outputs
-
-
-@pytest.mark.parametrize("kind", [RandomChains, RandomTrees])
-@pytest.mark.parametrize("how", ["mask", "fork"])
-def test_each_row_has_its_own_of_the_targets_arguments(how, kind, monkeypatch):
-    """In the rows' shared forwards, and on every path of a tree that is forked."""
-    target = families.qwen3().eval()
-    target.__class__ = Steered
-    ids, steer = torch.cat([prompt(9, seed=seed) for seed in range(4)]), 2 * torch.randn(4, 64)
-    texts = [target.generate(row[None], steer=own[None], **GREEDILY)[0] for row, own in zip(ids, steer)]
-    drafter = kind(bind(target), texts)
-    monkeypatch.setattr(type(target_of(target)), "tree_verification", how)
-    assert torch.equal(target.generate(ids, steer=steer, assistant_model=drafter, **GREEDILY), torch.stack(texts))

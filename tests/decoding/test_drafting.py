@@ -163,18 +163,6 @@ def test_drafts_obey_the_requests_processors(wide):
     assert drafter.last_stats.accepted == [6, 6]
 
 
-def test_logits_are_shown_as_they_were_before_processors(target):
-    class NoFives(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            scores[:, 5] = -torch.inf  # in place
-            return scores
-
-    options = dict(**GREEDILY, return_dict_in_generate=True, output_logits=True, logits_processor=[NoFives()])
-    drafter = RandomTrees(target, [target.generate(prompt(9), **options).sequences[0]])
-    out = target.generate(prompt(9), assistant_model=drafter, **options)
-    assert len(out.logits) == 20 and all(logits.isfinite().all() for logits in out.logits)
-
-
 # What follows a path
 
 

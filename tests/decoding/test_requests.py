@@ -100,6 +100,11 @@ class StopsAfter(StoppingCriteria):
         return torch.full((len(input_ids),), self.count <= 0)
 
 
+def no_fives(input_ids, scores):
+    scores[:, 5] = -math.inf  # in place
+    return scores
+
+
 class ThinkingBudget(LogitsProcessor):
     """After so many calls a text goes on with its answer, the token 7 and then what follows."""
 
@@ -188,7 +193,8 @@ REQUESTS = {
     },
     "closures": lambda written: with_closures(4),
     "scores and a dictionary": lambda written: {
-        **SHOWN, "repetition_penalty": 1.2, "eos_token_id": written[7], "pad_token_id": 9,
+        **SHOWN, "logits_processor": [no_fives], "repetition_penalty": 1.2, "eos_token_id": written[7],
+        "pad_token_id": 9,
     },
     **{f"an end token at {at}": lambda written, at=at: {"eos_token_id": [written[at], 1]} for at in (0, 2, 5, 10)},
     "end tokens in a tensor": lambda written: {"eos_token_id": torch.tensor([1, 2, written[7]])},  # no row for a text

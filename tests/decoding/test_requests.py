@@ -25,6 +25,7 @@ from transformers import (
     StoppingCriteria,
     WatermarkLogitsProcessor,
 )
+from transformers.generation import stopping_criteria
 
 from hf_hyperdflash import bind, capture_residual
 from hf_hyperdflash.decoding.stats import keep_trees
@@ -343,6 +344,18 @@ def assert_heard_all(target, seen, text, layer_ids=(-1,)):
     with torch.no_grad(), capture_residual(target, layer_ids) as captured:
         target(text)
     torch.testing.assert_close(residual, captured[0][:, :count], atol=1e-3, rtol=1e-3)
+
+
+def test_texts_longer_than_the_target_was_made_for_are_warned_of(monkeypatch):
+    """As by transformers, where that may come."""
+    told, target = [], bind(families.llama().eval())
+    target.config.max_position_embeddings = 12
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", told.append)  # which a process says once
+    for new, is_warned in ((5, False), (6, False), (9, True)):
+        for drafter in (None, RandomChains(target, [])):
+            target.generate(prompt(6), do_sample=False, max_new_tokens=new, assistant_model=drafter)
+            assert bool(told) == is_warned
+            told.clear()
 
 
 @pytest.mark.parametrize("way", ["batch", "padded batch", "chain"])

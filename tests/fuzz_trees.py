@@ -117,25 +117,29 @@ def run_case(seed: int) -> tuple[str, str | None]:
 
 
 @cache
-def trained_kinds(target: Any) -> list[Any]:
+def trained_kinds(target: Any) -> dict[str, Any]:
     """Drafters whose drafts are seldom right: of blocks with a head and without, EAGLE-3, SpecBlock, Medusa heads."""
-    width, made = target.config.get_text_config(decoder=True).hidden_size, []
-    for head in ("state", "none"):
-        torch.manual_seed(1)
-        made.append(
-            HyperDFlashDrafter.from_target(
-                target, num_draft_tokens=5, target_layer_ids=[0, -1], mask_token_id=63, sequential_head=head
-            )
-        )
-    with torch.no_grad():
-        made[0].state_head.down_proj.weight.normal_(std=0.3)
     layers = {"target_layer_ids": [0, -1]}
-    made.append(unrolled("eagle3", target, max_blocks=4, draft_vocab_size=40, tree_width=3, **layers))
-    made.append(unrolled("specblock", target, block_size=2, max_blocks=3, **layers))
-    made.append(MedusaDrafter(MedusaConfig(medusa_num_heads=4, hidden_size=width, vocab_size=64)).eval())
-    for drafter in made[2:]:
+    blocks = {
+        **layers, "num_draft_tokens": 5, "mask_token_id": 63, "num_hidden_layers": 2, "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }  # fmt: skip
+    width = target.config.get_text_config(decoder=True).hidden_size
+    torch.manual_seed(1)
+    kinds: dict[str, Any] = {
+        "state": HyperDFlashDrafter.from_target(target, sequential_head="state", **blocks),
+        "none": HyperDFlashDrafter.from_target(target, window_from="slot", causal_layers="all", **blocks),
+        "eagle3": unrolled("eagle3", target, max_blocks=4, draft_vocab_size=40, tree_width=3, **layers),
+        "specblock": unrolled("specblock", target, block_size=2, max_blocks=3, **layers),
+        "medusa": MedusaDrafter(MedusaConfig(medusa_num_heads=4, hidden_size=width, vocab_size=64)).eval(),
+    }
+    with torch.no_grad():
+        kinds["state"].state_head.down_proj.weight.normal_(std=0.3)
+        for parameter in kinds["medusa"].parameters():
+            parameter.normal_(std=0.4)
+    for drafter in kinds.values():
         drafter.bind(target)
-    return made
+    return kinds
 
 
 @cache
@@ -154,7 +158,7 @@ def run_compiled_case(seed: int, backend: str) -> tuple[str, str | None]:
     how = graphs.choice(
         [{}, {"num_assistant_tokens": "auto"}, {"tree_budget": 5}, {"tree_budget": 12}, {"tree_budget": "auto"}]
     )
-    kind, is_random = graphs.choice(trained_kinds(target)), graphs.random() < 0.3
+    kind, is_random = graphs.choice([*trained_kinds(target).values()]), graphs.random() < 0.3
     is_launch_bound = graphs.random() < 0.6
     size = graphs.choice([1, 1, 3])
     turns = chance.choice([1, 2]) if size == 1 else 1

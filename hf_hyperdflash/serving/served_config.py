@@ -3,7 +3,7 @@ are loaded."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -23,12 +23,16 @@ class ServedConfig(HyperDFlashConfig):
 
     Attributes:
         engine: The engine's name.
+        drafts_option: The engine's option for the tokens that are drafted a round.
+        counts_anchor: Whether that option counts the anchor, too.
+        longest_option: Its option for the longest text.
 
     Raises:
         ValueError: If the engine cannot run such a drafter.
     """
 
-    engine = ""
+    engine = drafts_option = longest_option = ""
+    counts_anchor = False
 
     def _complete(self) -> None:
         super()._complete()
@@ -82,12 +86,18 @@ def layers_read(config: PreTrainedConfig) -> list[int]:
     return [last if i == -1 else max(i, -1) for i in config.target_layer_ids or ()]
 
 
-def check_same_target(config: PreTrainedConfig, target: PreTrainedConfig) -> None:
-    """Check that a drafter was made for a target like this.
+def check_served_pair(
+    kind: type[ServedConfig], config: PreTrainedConfig, target: PreTrainedConfig, drafts: int, longest: int
+) -> None:
+    """Check that an engine can run a drafter with a target as it was started, with the block and the window that the
+    drafter was trained with.
 
     Args:
-        config: The drafter's [`ServedConfig`], or one with its fields.
+        kind: The engine's [`ServedConfig`].
+        config: The drafter's, of that kind or with its fields.
         target: The configuration of the target's text model.
+        drafts: Tokens that are drafted a round.
+        longest: The longest text, in tokens.
 
     Raises:
         ValueError: If not, with the value, the expected one, and the fix.
@@ -113,50 +123,18 @@ def check_same_target(config: PreTrainedConfig, target: PreTrainedConfig) -> Non
             f"The drafter reads {config.target_hc_mult} residual streams of each layer, but this target has "
             f"{streams}: serve the drafter's own target."
         )
-
-
-class Started(NamedTuple):
-    """The options that an engine was started with.
-
-    Attributes:
-        engine: The engine's name.
-        drafts: Tokens that are drafted a round.
-        longest: The longest text, in tokens.
-        drafts_option: The option that sets `drafts`.
-        longest_option: The option that sets `longest`.
-        counts_anchor: Whether `drafts_option` counts the anchor, too.
-    """
-
-    engine: str
-    drafts: int
-    longest: int
-    drafts_option: str
-    longest_option: str
-    counts_anchor: bool = False
-
-
-def check_started(config: PreTrainedConfig, started: Started) -> None:
-    """Check that an engine was started with the block and the window that a drafter was trained with.
-
-    Args:
-        config: The drafter's [`ServedConfig`], or one with its fields.
-        started: How the engine was started.
-
-    Raises:
-        ValueError: If not, with the value, the expected one, and the fix.
-    """
-    trained, more = config.block_size - 1, int(started.counts_anchor)
-    if started.drafts > trained or (started.drafts < trained and config.causal_layers != "all"):
+    trained, more = config.block_size - 1, int(kind.counts_anchor)
+    if drafts > trained or (drafts < trained and config.causal_layers != "all"):
         raise ValueError(
-            f"`{started.drafts_option}` is {started.drafts + more}, but the drafter's block has {trained} draft "
-            f"positions that see each other, and {started.engine} would run another block than was trained: give "
-            f"{trained + more}, or leave it out."
+            f"`{kind.drafts_option}` is {drafts + more}, but the drafter's block has {trained} draft positions that "
+            f"see each other, and {kind.engine} would run another block than was trained: give {trained + more}, or "
+            "leave it out."
         )
     window = config.sliding_window
-    if window is not None and config.window_from == "anchor" and started.longest > window:
+    if window is not None and config.window_from == "anchor" and longest > window:
         raise ValueError(
-            f"The drafter's `sliding_window` of {window} counts from the anchor, {started.engine}'s from each slot, "
-            f"and `{started.longest_option}` is {started.longest}: serve at most {window}, train with "
+            f"The drafter's `sliding_window` of {window} counts from the anchor, {kind.engine}'s from each slot, "
+            f"and `{kind.longest_option}` is {longest}: serve at most {window}, train with "
             f'`--sliding_window none`, or write `"window_from": "slot", "sliding_window": {window + 1}` into its '
             f"config.json, which hides the farthest {trained} of {window} tokens from later slots."
         )

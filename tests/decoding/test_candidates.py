@@ -15,19 +15,18 @@ from ..helpers.loops import in_transformers_loop, proposed_by
 
 
 @pytest.fixture
-def drafts(monkeypatch):
-    """What is drafted, round by round."""
-    drafted = []
-    get_candidates = DraftCandidateGenerator.get_candidates
+def told(monkeypatch):
+    """What transformers' loop is told round by round: drafts, and the logits that they were drawn from."""
+    rounds, get_candidates = [], DraftCandidateGenerator.get_candidates
 
     def listening(self, input_ids, **kwargs):
         candidates, logits = get_candidates(self, input_ids, **kwargs)
         if candidates.shape[1] > input_ids.shape[1]:
-            drafted.append(candidates[0, input_ids.shape[1] :].tolist())
+            rounds.append((candidates[0, input_ids.shape[1] :].tolist(), logits))
         return candidates, logits
 
     monkeypatch.setattr(DraftCandidateGenerator, "get_candidates", listening)
-    return drafted
+    return rounds
 
 
 def drafters_for(target, text):
@@ -36,7 +35,7 @@ def drafters_for(target, text):
 
 
 @pytest.mark.parametrize("family", mostly_nightly(FAMILIES, kept=9), ids=lambda family: family.__name__)
-def test_every_family_in_transformers_loop(family, drafts):
+def test_every_family_in_transformers_loop(family, told):
     torch.manual_seed(0)
     target = family().eval()
     ids, options = torch.cat([prompt(9)] * 2, dim=1), dict(do_sample=False, max_new_tokens=24)
@@ -46,34 +45,25 @@ def test_every_family_in_transformers_loop(family, drafts):
         ours, trees = proposed_by(drafter, target, ids, **options)
         theirs = in_transformers_loop(target, drafter, ids, **options)
         assert torch.equal(theirs, expected) and torch.equal(ours, expected)
-        assert drafts == trees  # the same drafts in the same rounds
-        drafts.clear()
+        assert [drafts for drafts, _ in told] == trees  # the same drafts in the same rounds
+        told.clear()
 
 
 @pytest.mark.parametrize("family", [lambda: tiny_target(hidden_size=64), qwen3], ids=["deepseek_v4", "qwen3"])
-def test_sampled_drafts_come_with_what_they_were_drawn_from(family, monkeypatch):
+def test_sampled_drafts_come_with_what_they_were_drawn_from(family, told):
     torch.manual_seed(0)
     target = family().eval()
-    drafter, told = tiny_drafter(target), []
+    drafter = tiny_drafter(target)
     drafter.bind(target)
-    get_candidates = DraftCandidateGenerator.get_candidates
-
-    def listening(self, input_ids, **kwargs):
-        candidates, logits = get_candidates(self, input_ids, **kwargs)
-        if logits is not None:
-            told.append((candidates[0, input_ids.shape[1] :], logits[0]))
-        return candidates, logits
-
-    monkeypatch.setattr(DraftCandidateGenerator, "get_candidates", listening)
     out = in_transformers_loop(target, drafter, prompt(12), do_sample=True, top_k=5, max_new_tokens=30)
     assert out.shape[1] == 42 and len(told) > 3
-    for tokens, logits in told:
-        q = logits.softmax(-1)
-        assert logits.shape == (len(tokens), 64) and (q > 0).sum(-1).max() <= 5  # after the request's processors
-        assert (q.gather(1, tokens[:, None]) > 0).all()
+    for drafts, logits in told:
+        q = logits[0].softmax(-1)
+        assert q.shape == (len(drafts), 64) and (q > 0).sum(-1).max() <= 5  # after the request's processors
+        assert (q.gather(1, torch.tensor(drafts)[:, None]) > 0).all()
 
 
-def test_padding_and_other_forwards_of_the_target_change_no_draft(drafts):
+def test_padding_and_other_forwards_of_the_target_change_no_draft(told):
     """Those of a processor that runs the target, as guidance does, are not taken for the loop's."""
     target = bind(qwen3().eval())
     ids, options = prompt(12), dict(do_sample=False, max_new_tokens=16)
@@ -86,10 +76,10 @@ def test_padding_and_other_forwards_of_the_target_change_no_draft(drafts):
             return scores
 
     def in_loop(padding=0, **asked):
-        drafts.clear()
+        told.clear()
         padded, mask = torch.nn.functional.pad(ids, (padding, 0)), (torch.arange(12 + padding) >= padding).long()
         text = in_transformers_loop(target, drafter, padded, attention_mask=mask[None], **options, **asked)
-        return text[:, padding:].tolist(), list(drafts)
+        return text[:, padding:].tolist(), [drafts for drafts, _ in told]
 
     assert in_loop() == in_loop(padding=4) == in_loop(logits_processor=[Asking()])
     gc.collect()

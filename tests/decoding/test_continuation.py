@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_hyperdflash import bind
-from hf_hyperdflash.decoding import continuation
+from hf_hyperdflash import PromptLookupDrafter, bind
+from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 
 from ..conftest import half_right, half_right_about, perfect, prompt, tiny_drafter, tiny_target
@@ -22,17 +23,12 @@ from ..helpers.tree_drafters import RandomChains, RandomTrees
 GREEDILY = {"do_sample": False, "max_new_tokens": 12}
 
 
-@pytest.fixture
-def pair(target, drafter):
-    drafter.bind(target)
-    return target, drafter
-
-
 def turn(target, drafter, ids, cache=None, **options):
-    """What is written, and the drafter's context of it."""
+    """What is written, and what was drafted for it round by round."""
     asked = {**GREEDILY, "return_dict_in_generate": True, **options}
-    out = target.generate(ids, assistant_model=drafter, **{CACHE: cache}, **asked)
-    return out, cache_of(out)._hyperdflash_context.context
+    with keep_trees():
+        out = target.generate(ids, assistant_model=drafter, **{CACHE: cache}, **asked)
+    return out, [kept.drafts.tokens.tolist() for kept in drafter.last_stats.trees]
 
 
 def with_turn(ids, count=7):
@@ -42,45 +38,25 @@ def with_turn(ids, count=7):
 # The drafter's context
 
 
-def test_the_drafters_context_goes_on_with_the_cache(pair):
-    """A second turn drafts from the whole conversation, as from a fresh start; of a copied cache in a copy."""
-    target, drafter = pair
-    out, context = turn(target, drafter, prompt(14))
-    copied, second = copy.deepcopy(cache_of(out)), with_turn(out.sequences)
-    fresh, expected = turn(target, drafter, second)
-    drafter.flush_pending(expected)  # what waits for the next block
-    for cache in (copied, cache_of(out)):
-        assert context.end == len(context) == out.sequences.shape[1] - 1
-        again, found = turn(target, drafter, second, cache)
-        assert torch.equal(again.sequences, fresh.sequences)
-        assert found.end == expected.end == len(found) == again.sequences.shape[1] - 1
-        drafter.flush_pending(found)
-        for x, y in zip(found.layers, expected.layers, strict=True):
-            torch.testing.assert_close(x[0], y[0], atol=1e-4, rtol=1e-4)
-
-
-def test_a_context_is_its_drafters_own_whatever_ids_are_given_again(pair, monkeypatch):
-    """Two drafters in turn on one cache: each drafts as if it were alone."""
-    target, first = pair
-    second = tiny_drafter(target, num_hidden_layers=1)
-    out, _ = turn(target, first, prompt(14))
-    monkeypatch.setattr(continuation, "id", lambda thing: 7, raising=False)  # as if `second` stood where `first` did
-    again, context = turn(target, second, with_turn(out.sequences), cache_of(out))
-    kept = cache_of(again)._hyperdflash_context
-    assert kept.is_of(second) and not kept.is_of(first)
-    assert len(context.layers) == 1 and len(context) == again.sequences.shape[1] - out.sequences.shape[1]
-    assert pickle.loads(pickle.dumps(cache_of(again)))._hyperdflash_context is None
-
-
-def test_a_context_that_is_not_the_caches_any_more_is_left(pair):
-    """The caller takes tokens back and goes on with others: what the drafter knows of them is no context."""
-    target, drafter = pair
-    out, _ = turn(target, drafter, prompt(14))
-    cache = cache_of(out)
-    cache.crop(-4)
-    kept = cache.get_seq_length()
-    again, context = turn(target, drafter, with_turn(out.sequences[:, :kept]), cache)
-    assert context.end == again.sequences.shape[1] - 1 and len(context) == context.end - kept
+def test_a_second_turn_drafts_from_the_whole_conversation(target, drafter):
+    """As from a fresh start; also from a copy of the cache. What is not known of a cache any more is no context: of
+    one that was pickled, that another drafter has filled, or of which the caller took tokens back."""
+    drafter.bind(target)
+    other = tiny_drafter(target, num_hidden_layers=1)
+    out, plain, others = (turn(target, each, prompt(14))[0] for each in (drafter, PromptLookupDrafter(target), other))
+    copied, pickled = copy.deepcopy(cache_of(out)), pickle.loads(pickle.dumps(cache_of(out)))
+    second, cropped = with_turn(out.sequences), [copy.deepcopy(cache_of(each)) for each in (out, plain)]
+    whole, known = turn(target, drafter, second)
+    _, unknown = turn(target, drafter, second, cache_of(plain))
+    assert known != unknown
+    caches = (copied, known), (pickled, unknown), (cache_of(others), unknown), (cache_of(out), known)
+    for cache, expected in caches:
+        again, drafts = turn(target, drafter, second, cache)
+        assert torch.equal(again.sequences, whole.sequences) and drafts == expected
+    for cache in cropped:
+        cache.crop(-4)
+    shorter = with_turn(out.sequences[:, : cropped[0].get_seq_length()])
+    assert turn(target, drafter, shorter, cropped[0])[1] == turn(target, drafter, shorter, cropped[1])[1]
 
 
 def test_a_text_that_ended_with_a_draft_goes_on():
@@ -89,31 +65,11 @@ def test_a_text_that_ended_with_a_draft_goes_on():
     text = target.generate(prompt(20), do_sample=False, max_new_tokens=30)[0]
     last = next(i for i in range(22, 26) if text[i] not in text[20:i])
     drafter = perfect(target, text)
-    out, context = turn(target, drafter, prompt(20), max_new_tokens=30, eos_token_id=text[last].item())
+    out, _ = turn(target, drafter, prompt(20), max_new_tokens=30, eos_token_id=text[last].item())
     assert out.sequences.shape[1] == last + 1 and drafter.last_stats.accepted == [last - 20]
-    assert cache_of(out).get_seq_length() == last == context.end == len(context)
+    assert cache_of(out).get_seq_length() == last
     again, _ = turn(target, drafter, out.sequences, cache_of(out), max_new_tokens=49 - last)
     assert torch.equal(again.sequences[0], text) and drafter.last_stats.tau > 4
-
-
-# Windows
-
-
-def test_a_cache_that_drafts_have_filled_keeps_no_more_than_its_window_of_plain_text():
-    """Whoever drafted: we, or transformers' own loop on a bound target."""
-    own = families.mistral().eval()
-    target, ids = bind(copy.deepcopy(own)), prompt(9)
-    options = dict(do_sample=False, max_new_tokens=30, return_dict_in_generate=True)
-    text = own.generate(prompt(9), do_sample=False, max_new_tokens=60)
-    drafter = half_right_about(target, text[0])
-    drafter.bind(target)
-    for asked in ({"assistant_model": drafter}, {"prompt_lookup_num_tokens": 3}):
-        out = target.generate(ids, **options, **asked)
-        is_text = torch.ones_like(out.sequences)  # also where it is the padding token
-        again = target.generate(out.sequences, attention_mask=is_text, **{CACHE: cache_of(out)}, **options)
-        assert torch.equal(again.sequences, text)
-        windows = [layer for layer in cache_of(again).layers if getattr(layer, "sliding_window", None)]
-        assert windows and all(layer.keys.shape[-2] < layer.sliding_window for layer in windows)
 
 
 # Interruptions
@@ -150,9 +106,28 @@ def test_after_an_interruption_the_cache_is_that_of_the_text_so_far(family, kind
         assert cache.get_seq_length() == seen.shape[1] - 1 == cache.layers[-1].get_seq_length(), count
         options["attention_mask"] = torch.ones_like(seen)  # a padding token among them is text here
         assert torch.equal(target.generate(seen, max_length=32, **options), whole), count
-        assert cache._hyperdflash_context.is_of(drafter)  # it goes on, too
         positions = torch.cat([part for _, part, _ in drafter.seen], dim=1)[0].tolist()
         assert positions == list(range(len(positions)))
+
+
+def test_a_cache_that_drafts_have_filled_keeps_no_more_than_its_window_of_plain_text():
+    """Whoever drafted, we or transformers' own loop on a bound target; also where a streamer raised."""
+    own = families.mistral().eval()
+    target, ids = bind(copy.deepcopy(own)), prompt(9)
+    text = own.generate(ids, do_sample=False, max_new_tokens=60)
+    drafter = half_right_about(target, text[0])
+    drafter.bind(target)
+    for asked in ({"assistant_model": drafter}, {"prompt_lookup_num_tokens": 3}, {"streamer": StopsAt(6)}):
+        cache = DynamicCache(config=target.config)
+        drafts = {"assistant_model": drafter} if "streamer" in asked else {}
+        with nullcontext() if not drafts else pytest.raises(ConnectionError):
+            target.generate(ids, do_sample=False, max_new_tokens=30, **{CACHE: cache}, **asked, **drafts)
+        so_far = text[:, : cache.get_seq_length() + 1]
+        is_text = torch.ones_like(so_far)  # also where it is the padding token
+        options = dict(do_sample=False, max_length=69, attention_mask=is_text, **{CACHE: cache})
+        assert torch.equal(target.generate(so_far, **options), text)
+        windows = [layer for layer in cache.layers if getattr(layer, "sliding_window", None)]
+        assert windows and all(layer.keys.shape[-2] < layer.sliding_window for layer in windows)
 
 
 # Padding
@@ -196,23 +171,3 @@ def test_padding_that_the_cache_has_seen_stays():
     expected = target.generate(ids, **{CACHE: copy.deepcopy(cache)}, **options)
     drafter = half_right(target, ids, max_new_tokens=12)
     assert torch.equal(target.generate(ids, **{CACHE: cache}, assistant_model=drafter, **options), expected)
-
-
-def test_padding_is_no_context():
-    """Of a target that masks padding instead of leaving it out."""
-    target = bind(families.qwen3().eval())
-    ids, mask = padded(prompt(9))
-    _, context = turn(target, tiny_drafter(target), ids, attention_mask=mask)
-    assert context.end == 13 + 12 - 1 and len(context) == 9 + 12 - 1
-
-
-def test_what_the_mask_hides_within_a_text_stays_hidden():
-    target = bind(families.qwen3().eval())
-    ids, mask = torch.cat([prompt(9), prompt(9, seed=1)]), torch.ones(2, 9, dtype=torch.long)
-    mask[1, 5] = 0
-    texts = [target.generate(row[None], attention_mask=own[None], **GREEDILY) for row, own in zip(ids, mask)]
-    assert not torch.equal(texts[1], target.generate(ids[1:], **GREEDILY))
-    for rows in ([0, 1], [1]):
-        drafter = RandomTrees(target, [texts[row][0] for row in rows])
-        out = target.generate(ids[rows], attention_mask=mask[rows], assistant_model=drafter, **GREEDILY)
-        assert torch.equal(out, torch.cat([texts[row] for row in rows]))

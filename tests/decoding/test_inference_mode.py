@@ -5,19 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import distributed
-from transformers import (
-    DynamicCache,
-    LogitsProcessor,
-    StoppingCriteria,
-)
+from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hyperdflash import Observer, unbind
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 
 from ..conftest import half_right, prompt, tiny_drafter
-from ..helpers.families import FAMILIES, deepseek_v4_remote_code, llama, qwen3
-from ..helpers.headed_drafters import headed
+from ..helpers.families import FAMILIES, LlamaForCausalLM, deepseek_v4_remote_code, llama, qwen3
 
 
 def modes_of_rounds(target, drafter, ids, **options):
@@ -45,8 +40,13 @@ def bound_pair(made=qwen3):
     return target, drafter
 
 
+WAYS = [
+    {}, {"tree_budget": 6}, {"do_sample": True}, {"num_assistant_tokens": "auto"}, {"repetition_penalty": 1.2},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"tree_budget": 6}, {"do_sample": True}, {"num_assistant_tokens": "auto"}])
+@pytest.mark.parametrize("options", WAYS)
 def test_rounds_that_leave_nothing_run_in_inference_mode(options, rows):
     target, drafter = bound_pair()
     if rows > 1:
@@ -68,20 +68,31 @@ def other_weights(norm):
     norm.weight = Quantized(norm.weight.detach())
 
 
-LISTENS = {
+# Who may keep what is computed: what happened to target and drafter before the call, or what is passed with it. Else a
+# cache that goes on, or scores, could not take part in training; nor what a processor has seen.
+KEPT = {
     "a hook": lambda target, drafter: target.model.norm.register_forward_hook(lambda *_: None),
     "a hook before": lambda target, drafter: target.model.layers[1].register_forward_pre_hook(lambda *_: None),
     "an observer": lambda target, drafter: setattr(drafter, "observer", Listener()),
     "the target's weights": lambda target, drafter: other_weights(target.model.norm),
     "the drafter's weights": lambda target, drafter: other_weights(drafter.norm),
+    "a dictionary": {"return_dict_in_generate": True},
+    "a cache": {CACHE: DynamicCache()},
+    "a processor": {"logits_processor": [lambda ids, scores: scores]},
+    "a criterion": {"stopping_criteria": [lambda ids, scores, **_: torch.zeros(len(ids), dtype=torch.bool)]},
 }
 
 
-@pytest.mark.parametrize("happens", LISTENS.values(), ids=LISTENS)
-def test_not_where_somebody_listens(happens):
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+def test_not_where_somebody_may_keep_what_is_computed(kept):
     target, drafter = bound_pair()
-    happens(target, drafter)
-    assert modes_of_rounds(target, drafter, prompt(9))[0] == {False}
+    options = kept if isinstance(kept, dict) else {}
+    if not options:
+        kept(target, drafter)
+    modes, out = modes_of_rounds(target, drafter, prompt(9), **options)
+    assert modes == {False}
+    caches = [each for each in (options.get(CACHE), getattr(out, "keys", None) and cache_of(out)) if each is not None]
+    assert not any(layer.keys.is_inference() for cache in caches for layer in cache.layers)
 
 
 def test_not_in_remote_code():
@@ -97,83 +108,27 @@ def test_not_where_a_target_may_be_spread(tmp_path):
         distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("options", [{}, {"tree_budget": 6, "do_sample": True}], ids=["chain", "tree"])
-def test_a_drafter_that_is_adapted_learns_from_such_rounds(options):
-    """What it keeps of them is copied outside."""
-    target = qwen3().eval()
-    drafter = headed(target, "state")
-    drafter.bind(target)
-    with drafter.adapt(target, policy="always", every=1) as learning:
-        for _ in range(6):
-            assert modes_of_rounds(target, drafter, prompt(9), **options)[0] == {True}
-        assert sum(decision.arm is not None for decision in learning.log) == 6
-        row = learning.replay.rows[-1]
-        assert not any(value.is_inference() for value in row.values())
-    assert not any(value.is_inference() for value in drafter.parameters())
+def frequencies_that_grow():
+    """With the text: they are computed anew in the middle of a generation, and stay with the target."""
+    config = llama().config
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config.max_position_embeddings = 16
+    return LlamaForCausalLM(config)
 
 
-class Averages(LogitsProcessor):
-    """Keeps what it sees, and is changed and learned from afterwards."""
-
-    mean = 0.0
-
-    def __call__(self, input_ids, scores):
-        self.mean = 0.5 * self.mean + 0.5 * scores
-        return scores
+LEARN = [made for made in (*FAMILIES, frequencies_that_grow) if made is not deepseek_v4_remote_code]
 
 
-class Counts(StoppingCriteria):
-    def __init__(self):
-        self.count = None
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.count = torch.zeros_like(input_ids[:, 0]) if self.count is None else self.count + 1
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def test_not_where_the_caller_may_keep_what_is_computed():
-    """Else a cache that goes on, or scores, could not take part in training; nor what a processor has seen."""
-    target, drafter = bound_pair()
-    processor, criterion, cache = Averages(), Counts(), DynamicCache(config=target.config)
-    asked = [{"return_dict_in_generate": True}, {CACHE: cache}, {"logits_processor": [processor]}]
-    for options in (*asked, {"stopping_criteria": [criterion]}):
-        assert modes_of_rounds(target, drafter, prompt(9), **options)[0] == {False}
-    kept = cache_of(modes_of_rounds(target, drafter, prompt(9), return_dict_in_generate=True)[1])
-    assert not any(layer.keys.is_inference() for layer in (*cache.layers, *kept.layers))
-    processor.mean.mul_(0.5)
-    torch.nn.Linear(processor.mean.shape[-1], 1)(processor.mean).sum().backward()
-    criterion.count.add_(1)
-    assert modes_of_rounds(target, drafter, prompt(9), repetition_penalty=1.2)[0] == {True}  # transformers' own
-
-
-@pytest.mark.parametrize(
-    "made", [made for made in FAMILIES if made is not deepseek_v4_remote_code], ids=lambda made: made.__name__
-)
-@pytest.mark.parametrize("options", [{}, {"tree_budget": 6, "do_sample": True}], ids=["chain", "tree"])
+@pytest.mark.parametrize("made", LEARN, ids=lambda made: made.__name__)
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"tree_budget": 6, "do_sample": True}])
 def test_target_and_drafter_learn_afterwards(made, options):
     """What a forward might have kept would be of no use to autograd."""
     target = made().eval()
-    check_that_they_learn(target, tiny_drafter(target), options)
-
-
-def test_a_target_whose_frequencies_grow_with_the_text_learns_afterwards():
-    """They are computed anew in the middle of a generation, and stay with the target."""
-    target = llama().eval()
-    config = target.config
-    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    config.max_position_embeddings = 16
-    target = type(target)(config).eval()
-    check_that_they_learn(target, tiny_drafter(target), {"max_new_tokens": 24})
-    assert target.model.rotary_emb.max_seq_len_cached > 16
-
-
-def check_that_they_learn(target, drafter, options):
-    ids = prompt(9)
+    drafter = tiny_drafter(target)
     drafter.bind(target)
-    text = target.generate(ids, assistant_model=drafter, **{"max_new_tokens": 9, "do_sample": False, **options})
+    text = target.generate(prompt(9), assistant_model=drafter, max_new_tokens=12, **options)
     unbind(target)
-    logits = target(text).logits
-    logits.float().logsumexp(-1).sum().backward()
+    target(text).logits.float().logsumexp(-1).sum().backward()
     assert target.get_input_embeddings().weight.grad.abs().sum() > 0
     width = drafter.config.num_streams, drafter.config.target_hidden_size
     hidden = drafter(

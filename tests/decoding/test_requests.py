@@ -16,13 +16,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessor,
+    MaxLengthCriteria,
     PreTrainedTokenizerFast,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     WatermarkLogitsProcessor,
 )
+from transformers.generation import stopping_criteria
 
 from hf_hyperdflash import bind, capture_residual
 from hf_hyperdflash.decoding.stats import keep_trees
@@ -98,6 +101,44 @@ class StopsAfter(StoppingCriteria):
         return torch.full((len(input_ids),), self.count <= 0)
 
 
+def no_fives(input_ids, scores):
+    scores[:, 5] = -math.inf  # in place
+    return scores
+
+
+class ThinkingBudget(LogitsProcessor):
+    """After so many calls a text goes on with its answer, the token 7 and then what follows."""
+
+    def __init__(self, calls):
+        self.calls, self.made = calls, 0
+
+    def __call__(self, input_ids, scores):
+        self.made += 1
+        return scores.scatter(1, torch.full_like(input_ids[:, :1], 7), 100.0) if self.made == self.calls else scores
+
+
+class Answered(StoppingCriteria):
+    """Asks a processor, of which each text has a copy."""
+
+    def __init__(self, budget):
+        self.budget = budget
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), self.budget.made >= self.budget.calls + 3)
+
+
+class TwiceEos(EosTokenCriteria):
+    """Somebody's own rule in a known one's clothes."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.isin(input_ids[:, -2:], self.eos_token_id).all(dim=-1)
+
+
+class OneMore(MaxLengthCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] > self.max_length)
+
+
 def with_closures(calls):
     """The same as functions that share a variable, and one in a `functools.partial`."""
     made = 0
@@ -148,18 +189,24 @@ REQUESTS = {
     "allowed tokens": lambda written: {"prefix_allowed_tokens_fn": lambda _, ids: list(range(len(ids) % 3, 64, 2))},
     "a memory": lambda written: {"logits_processor": [Remembering()], "stopping_criteria": [StopsAfter(17)]},
     "a memory, drawn": lambda written: {"logits_processor": [Remembering()], "do_sample": True, "top_k": 1},
+    "a budget": lambda written: {
+        "logits_processor": [budget := ThinkingBudget(4)], "stopping_criteria": [Answered(budget)],
+    },
     "closures": lambda written: with_closures(4),
     "scores and a dictionary": lambda written: {
-        **SHOWN, "repetition_penalty": 1.2, "eos_token_id": written[7], "pad_token_id": 9,
+        **SHOWN, "logits_processor": [no_fives], "repetition_penalty": 1.2, "eos_token_id": written[7],
+        "pad_token_id": 9,
     },
     **{f"an end token at {at}": lambda written, at=at: {"eos_token_id": [written[at], 1]} for at in (0, 2, 5, 10)},
     "end tokens in a tensor": lambda written: {"eos_token_id": torch.tensor([1, 2, written[7]])},  # no row for a text
     **{f"a criterion at {at}": lambda written, at=at: {"stopping_criteria": [StopsAfter(at)]} for at in (1, 4, 9)},
+    "two end tokens": lambda written: {"stopping_criteria": [TwiceEos([*written[4:6], 1])]},
     **{f"a stop string at {at}": lambda written, at=at: stop_strings(written, at) for at in (3, 7, 10)},
 }  # fmt: skip
 # Of one text alone.
 ALONE = {
     "a length": lambda written: {"max_new_tokens": None, "max_length": 29},
+    "one token more": lambda written: {"stopping_criteria": [OneMore(28)]},
     "a streamer": lambda written: {"streamer": Streamer()},
     "guidance": lambda written: {"guidance_scale": 1.5},
     "states": lambda written: {**SHOWN, "output_hidden_states": True, "repetition_penalty": 1.2},
@@ -289,14 +336,26 @@ def test_every_family_writes_its_own_text(family, way):
         assert_heard_all(target, context.seen, text)
 
 
-def assert_heard_all(target, seen, text):
+def assert_heard_all(target, seen, text, layer_ids=(-1,)):
     residual, positions, following = (torch.cat(parts, dim=1) for parts in zip(*seen))
     count = positions.shape[1]
     assert text.shape[1] - 2 <= count < text.shape[1] and positions[0].tolist() == list(range(count))
     assert following[0].tolist() == text[0, 1 : count + 1].tolist()
-    with torch.no_grad(), capture_residual(target) as captured:
+    with torch.no_grad(), capture_residual(target, layer_ids) as captured:
         target(text)
     torch.testing.assert_close(residual, captured[0][:, :count], atol=1e-3, rtol=1e-3)
+
+
+def test_texts_longer_than_the_target_was_made_for_are_warned_of(monkeypatch):
+    """As by transformers, where that may come."""
+    told, target = [], bind(families.llama().eval())
+    target.config.max_position_embeddings = 12
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", told.append)  # which a process says once
+    for new, is_warned in ((5, False), (6, False), (9, True)):
+        for drafter in (None, RandomChains(target, [])):
+            target.generate(prompt(6), do_sample=False, max_new_tokens=new, assistant_model=drafter)
+            assert bool(told) == is_warned
+            told.clear()
 
 
 @pytest.mark.parametrize("way", ["batch", "padded batch", "chain"])
@@ -306,6 +365,53 @@ def test_a_prompt_in_pieces_is_heard_in_pieces(way):
     for context, each in zip(drafter.contexts, expected, strict=True):
         assert_heard_all(pair_of(families.mistral)[1], context.seen, each.sequences)
         assert max(part.shape[1] for part, *_ in context.seen) <= 6
+
+
+class Steered(families.Qwen3ForCausalLM):
+    """A target with an argument of its own for each text, `[batch, config.vocab_size]`."""
+
+    def forward(self, *args, steer=None, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        if steer is not None:
+            assert len(steer) == len(outputs.logits)
+            outputs.logits = outputs.logits + steer[:, None]
+        return outputs
+
+
+def steered():
+    target = families.qwen3()
+    target.__class__ = Steered
+    return target
+
+
+HOLES = torch.ones(3, 9, dtype=torch.long)
+HOLES[0, :4] = HOLES[1, 5] = HOLES[2, 2:5] = 0
+# By name: a family, and what each of three texts has of its own, the texts along the axis before the last one.
+OWN = {
+    "a mask with holes": (families.qwen3, {"attention_mask": HOLES}),
+    "a mask with holes, forked": (families.qwen3_next, {"attention_mask": HOLES}),
+    "positions": (families.qwen3, {"position_ids": 2 * torch.arange(27).view(3, 9)}),
+    "positions of three axes": (families.qwen3_5, {"position_ids": prompt(81, seed=1).view(3, 3, 9)}),
+    "an argument": (steered, {"steer": 2 * torch.randn(3, 64)}),
+}
+
+
+@pytest.mark.parametrize("kind", [RandomChains, RandomTrees])
+@pytest.mark.parametrize(("family", "given"), OWN.values(), ids=OWN)
+def test_each_text_has_its_own_of_the_targets_arguments(family, given, kind):
+    """Alone, and in a batch of as many as there are axes of positions."""
+    own, target = pair_of(family)
+    ids = torch.cat([prompt(9, seed=seed) for seed in range(3)])
+    texts = []
+    for row in range(3):
+        one = {name: value[..., row : row + 1, :] for name, value in given.items()}
+        texts.append(own.generate(ids[row : row + 1], **one, **GREEDILY)[0])
+        drafter = kind(target, [texts[row]])
+        alone = target.generate(ids[row : row + 1], assistant_model=drafter, **one, **GREEDILY)
+        assert torch.equal(alone[0], texts[row])
+    together = target.generate(ids, assistant_model=kind(target, texts), **given, **GREEDILY)
+    assert torch.equal(together, torch.stack(texts))
+    assert not torch.equal(texts[1], own.generate(ids[1:2], **GREEDILY)[0])
 
 
 def eager(family):

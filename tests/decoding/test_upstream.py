@@ -1,20 +1,13 @@
-"""What we rely on in transformers, and the patch under `examples/upstream/` that would make `bind` unnecessary.
-
-A failing test of the first part names what to look at: upstream has moved.
-"""
+"""What we rely on in transformers: a failing test names what to look at, as upstream has moved."""
 
 import ast
 import importlib
 import inspect
 import json
-import os
-import shutil
-import subprocess
 from argparse import ArgumentParser
 from pathlib import Path
 
 import accelerate.hooks
-import pytest
 import torch
 import transformers
 from torch import nn
@@ -38,11 +31,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACa
 import hf_hyperdflash
 from hf_hyperdflash import bind
 
-from ..conftest import prompt, tiny_config, tiny_target
-from ..helpers.processes import python
+from ..conftest import tiny_config, tiny_target
 
-PATCH = Path(__file__).parents[2] / "examples" / "upstream" / "transformers-5.24.0.patch"
-ROOT = Path(__file__).parents[2]
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 MOVED = "transformers has changed what hf_hyperdflash relies on: "
 
@@ -253,100 +243,3 @@ def overridden() -> set[str]:
         others = [base for base in kind.__mro__ if base.__module__.startswith(("transformers", "torch"))]
         found |= {name for base in ours for name in vars(base) if any(name in vars(other) for other in others)}
     return {name for name in found if name.startswith("_") and not name.startswith("__")}
-
-
-# The patch
-
-OVERLAY = """
-import importlib.util, sys
-from pathlib import Path
-
-PATCHED = {
-    "transformers.models.deepseek_v4.modeling_deepseek_v4": "models/deepseek_v4/modeling_deepseek_v4.py",
-    "transformers.generation.utils": "generation/utils.py",
-}
-
-class Overlay:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name in PATCHED:
-            return importlib.util.spec_from_file_location(name, Path(sys.argv[1]) / "src/transformers" / PATCHED[name])
-
-sys.meta_path.insert(0, Overlay)
-import torch
-from transformers.generation.candidate_generator import CandidateGenerator
-from hf_hyperdflash import HyperDFlashDrafter, capture_residual
-from hf_hyperdflash.drafters.sampling import DraftSampler
-from hf_hyperdflash.targets.registry import target_of
-from tests.conftest import MIXES, PerfectDrafter, half_right_about, prompt, tiny_drafter, tiny_target
-torch.set_num_threads(1)
-
-
-class HyperDFlashCandidates(CandidateGenerator):
-    '''What a drafter would bring along.'''
-
-    requires_model_outputs, model_kwargs_overrides = True, {}
-
-    def __init__(self, drafter, target, generation_config, processor):
-        self.drafter, self.target, self.config, self.processor = drafter, target, generation_config, processor
-        self.context, self.capture = drafter.new_context(), capture_residual(target, drafter.target_layer_ids)
-        self.residuals, self.end = self.capture.__enter__(), 0
-
-    def get_candidates(self, input_ids, *, is_first_iteration, **kwargs):
-        count = min(6, self.config.max_length - input_ids.shape[1] - 1)
-        if is_first_iteration or count < 1:
-            return input_ids, None
-        kept, positions = input_ids.shape[1] - 1 - self.end, torch.arange(input_ids.shape[1])[None]
-        new = self.residuals[-1][:, :kept], positions[:, self.end : -1], None
-        self.drafter.extend(target_of(self.target), self.context, *new)
-        self.end += kept
-        sampler = DraftSampler(self.processor, False)
-        tree = self.drafter.propose(target_of(self.target), self.context, input_ids, positions, count, sampler)
-        return torch.cat([input_ids, tree.tokens[None]], dim=1), None
-
-    def update_candidate_strategy(self, *args, **kwargs):
-        pass
-
-
-def get_candidate_generator(self, main_model, generation_config, logits_processor, model_kwargs):
-    self.used = HyperDFlashCandidates(self, main_model, generation_config, logits_processor)
-    return self.used
-
-
-HyperDFlashDrafter.get_candidate_generator = get_candidate_generator
-for mix, kinds in enumerate(MIXES[:3]):
-    target, ids = tiny_target(mix, layer_types=kinds, hidden_size=64), prompt(20, mix)
-    ids = torch.cat([ids, ids[:, :9]], dim=1)
-    options = dict(do_sample=False, max_new_tokens=40)
-    expected = target.generate(ids, **options)
-    looked_up = target.generate(ids, prompt_lookup_num_tokens=5, **options)
-    print("prompt lookup", torch.equal(looked_up, expected))
-    second = target.generate(ids, assistant_model=tiny_target(mix, layer_types=kinds, hidden_size=64), **options)
-    print("second V4", torch.equal(second, expected))
-    for drafter in (tiny_drafter(target), half_right_about(target, expected[0])):
-        out = target.generate(ids, assistant_model=drafter, **options)
-        drafter.used.capture.__exit__(None, None, None)
-        print("hyperdflash", torch.equal(out, expected))
-"""
-
-
-@pytest.mark.nightly  # a patched transformers in a process of its own
-@pytest.mark.skipif(transformers.__version__ != "5.24.0", reason="the patch is written against transformers 5.24.0")
-def test_the_patch_makes_binding_unnecessary(tmp_path):
-    """Applied to the installed transformers: V4 drafts unbound, by prompt lookup, a second V4 and HyperDFlash."""
-    installed = Path(transformers.__file__).parent
-    for line in PATCH.read_text().splitlines():
-        if line.startswith("--- a/src/transformers/"):
-            file = line.removeprefix("--- a/src/transformers/")
-            (tmp_path / "src/transformers" / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(installed / file, tmp_path / "src/transformers" / file)
-    subprocess.run(["git", "apply", "--whitespace=nowarn", str(PATCH)], cwd=tmp_path, check=True)
-    script = tmp_path / "run.py"
-    script.write_text(OVERLAY)
-    done = python(script, tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("prompt", "second", "hyper"))]
-    assert len(lines) == 12 and all(line.endswith("True") for line in lines), lines
-    with pytest.raises(ValueError, match="stateful"):  # which the unpatched transformers of this process refuses
-        tiny_target().generate(prompt(9), prompt_lookup_num_tokens=3)
-    torch.manual_seed(0)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_hyperdflash import HyperDFlashConfig
-from hf_hyperdflash.serving.sglang import config as sglang_config
 from hf_hyperdflash.serving.sglang.config import SGLangConfig
-from hf_hyperdflash.serving.vllm import config as vllm_config
 from hf_hyperdflash.serving.vllm.config import VLLMConfig
 
 SMALL = dict(
@@ -16,10 +14,7 @@ SMALL = dict(
     block_size=5, max_position_embeddings=256,
 )  # fmt: skip
 TARGET = dict(vocab_size=64, hidden_size=64, num_hidden_layers=6, model_type="qwen3")
-ENGINES = {
-    "vllm": (VLLMConfig, vllm_config.check_served_pair),
-    "sglang": (SGLangConfig, sglang_config.check_served_pair),
-}
+ENGINES = {"vllm": VLLMConfig, "sglang": SGLangConfig}
 
 
 def served(kind: Any = VLLMConfig, **fields: Any) -> Any:

@@ -65,32 +65,42 @@ def our_drafts(target: Any, drafter: Any, ids: torch.Tensor, count: int) -> tupl
     return text, rows
 
 
-# Of Qwen3.
-DRAFTERS = {
-    "fc": {"reducer": "fc", "target_layer_ids": [1, -1]},
-    "stream mean": {"reducer": "stream_mean", "target_layer_ids": [0, 2]},
-    "last layer alone": {"reducer": "fc", "target_layer_ids": [-1]},
-    "draft vocabulary": {"reducer": "fc", "draft_vocab_size": 40},
-    "biases": {"reducer": "fc", "attention_bias": True},
-    "causal": {"reducer": "fc", "causal_layers": "all"},
-    "window from each slot": {"reducer": "fc", "sliding_window": 20, "window_from": "slot"},
-    "causal window from each slot": {
-        "reducer": "fc", "sliding_window": 20, "window_from": "slot", "causal_layers": "all"
-    },
-    "window of the longest text": {"reducer": "fc", "sliding_window": 256},
-    **{
-        f"RoPE {rope['rope_type']}": {"reducer": "fc", "rope_parameters": {"rope_theta": 500.0, **rope}}
-        for rope in (
-            {"rope_type": "linear", "factor": 4.0},
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-            {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-             "original_max_position_embeddings": 64},
-        )
-    },
-    "confidence": {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "confidence_head": True},
-    **{f"{kind} head": {"reducer": "fc", "sequential_head": kind, "head_rank": 5} for kind in HEADS},
-    "few candidates": {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "head_candidates": 7},
-    "head of a draft vocabulary": {
-        "reducer": "fc", "sequential_head": "markov", "head_rank": 5, "draft_vocab_size": 40, "head_candidates": 0
-    },
+def with_fields(**fields: Any) -> Any:
+    return lambda target: stirred(tiny_drafter(target, **{"head_dim": 32, "reducer": "fc", **fields}))
+
+
+def with_gates(reducer: str) -> Any:
+    return lambda target: stirred(gate_over_layers(target, head_dim=32, reducer=reducer))
+
+
+HEAD = {"sequential_head": "state", "head_rank": 5}
+SLOT = {"sliding_window": 20, "window_from": "slot"}
+ROPES = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+]  # fmt: skip
+# By name, what every engine serves: makes a target, and a drafter of it.
+PAIRS = {
+    **{name: (qwen3, with_fields(**fields)) for name, fields in {
+        "fc": {"target_layer_ids": [1, -1]},
+        "stream mean": {"reducer": "stream_mean", "target_layer_ids": [0, 2]},
+        "last layer alone": {"target_layer_ids": [-1]},
+        "draft vocabulary": {"draft_vocab_size": 40},
+        "biases": {"attention_bias": True},
+        "causal": {"causal_layers": "all"},
+        "window from each slot": SLOT,
+        "causal window from each slot": {**SLOT, "causal_layers": "all"},
+        "window of the longest text": {"sliding_window": 256},
+        **{f"RoPE {rope['rope_type']}": {"rope_parameters": {"rope_theta": 500.0, **rope}} for rope in ROPES},
+        "confidence": {**HEAD, "confidence_head": True},
+        **{f"{kind} head": {"sequential_head": kind, "head_rank": 5} for kind in HEADS},
+        "few candidates": {**HEAD, "head_candidates": 7},
+        "head of a draft vocabulary": {
+            "sequential_head": "markov", "head_rank": 5, "draft_vocab_size": 40, "head_candidates": 0
+        },
+    }.items()},
+    **{f"{reducer} over several layers": (qwen3, with_gates(reducer)) for reducer in ("hc_gate", "hybrid")},
+    "llama": (llama, with_fields(**HEAD, target_layer_ids=[0, -1])),
 }  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, Phi3Config, Phi3ForCausalLM, StaticCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hyperdflash import PromptLookupDrafter, bind
+from hf_hyperdflash import bind
 from hf_hyperdflash.drafters.base import Drafter
 from hf_hyperdflash.targets.caches.linear import RewindableLinearLayer
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
@@ -312,25 +312,6 @@ def rewinding_interrupted():
             raise AssertionError("no drafts were rejected")
 
 
-def plainly_interrupted(module, assisted):
-    """A cache of DeepSeek-V4's in which plain decoding was interrupted, in a layer or between two."""
-
-    def call():
-        target = bound(V4)
-        inside = next(each for name, each in target.named_modules() if name.endswith(module))
-        out = target.generate(prompt(14), do_sample=False, max_new_tokens=5, return_dict_in_generate=True)
-        turn = {CACHE: cache_of(out), "do_sample": False, "max_new_tokens": 3}
-        handle = inside.register_forward_hook(interrupt)
-        try:
-            target.generate(torch.cat([out.sequences, prompt(6)], dim=1), **turn)
-        except KeyboardInterrupt:
-            handle.remove()
-        drafter = PromptLookupDrafter(target) if assisted else None
-        target.generate(torch.cat([out.sequences, prompt(9)], dim=1), assistant_model=drafter, **turn)
-
-    return call
-
-
 def run_elsewhere():
     """A loop of somebody's own that did not run the target."""
     target = bind(tiny_target())
@@ -343,7 +324,6 @@ def run_elsewhere():
     generator.get_candidates(prompt(9))
 
 
-LAST = "2.self_attn.compressor.kv_norm"  # all layers have the same keys when it is interrupted
 LATER = {
     "a new turn alone": Refusal(going_on(prompt(3)), (CACHE, "whole sequence")),
     "no new token": Refusal(going_on(-1), (CACHE, "whole sequence")),
@@ -352,9 +332,6 @@ LATER = {
     "unbound meanwhile": Refusal(unbinding, ("unbound", "bind it again")),
     "trees of remote code": Refusal(trees_of_remote_code, ("remote_v4", "a chain of drafts")),
     "an interrupted rewinding": Refusal(rewinding_interrupted, ("interrupted", "Start from a new cache")),
-    **{f"interrupted in {module}{' and assisted' * assisted}": Refusal(
-        plainly_interrupted(module, assisted), ("different tokens (of lengths [1",))
-       for module in ("layers.0", "layers.1", "1.self_attn.compressor.kv_norm", LAST) for assisted in (False, True)},
     "a target that was not run": Refusal(run_elsewhere, ("0 to 8", "one forward a round")),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_hyperdflash.serving.served_config import OTHERS, refusing
+from hf_hyperdflash.serving.served_config import OTHERS, check_served_pair, refusing
 from hf_hyperdflash.serving.vllm.config import VLLMConfig, check_one_number_of_drafts
 
 from ..helpers.refusals import Refusal
@@ -50,14 +50,14 @@ STARTED = [
 
 @pytest.mark.parametrize(("engines", "fields", "words"), READ)
 def test_what_no_target_makes_good_is_refused_as_it_is_read(engines, fields, words):
-    for kind, _ in (ENGINES[name] for name in engines.split()):
+    for kind in (ENGINES[name] for name in engines.split()):
         Refusal(lambda: served(kind, **fields), (*words, kind.engine)).check()  # noqa: B023
 
 
 @pytest.mark.parametrize(("fields", "target", "drafts", "words"), STARTED)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_does_not_fit_is_refused(engine, fields, target, drafts, words):
-    kind, check_served_pair = ENGINES[engine]
+    kind = ENGINES[engine]
     if engine == "sglang" and "target_hc_mult" in fields:
         pytest.skip("refused as it is read")
     if drafts != 4:
@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_refused(engine, fields, target, drafts, words):
             option, words = "`--speculative-num-draft-tokens`", (str(drafts + 1), "give 5")
         words = (*words, option)
     pair = served(kind, **fields), SimpleNamespace(**{**TARGET, **target})
-    Refusal(lambda: check_served_pair(*pair, drafts=drafts, longest=100), words).check()
+    Refusal(lambda: check_served_pair(kind, *pair, drafts=drafts, longest=100), words).check()
 
 
 def test_fewer_drafts_in_larger_batches_are_refused_where_slots_see_each_other():

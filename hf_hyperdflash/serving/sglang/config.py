@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
-
 from ...drafters.parts.block_attention import FULL
-from ..served_config import TRAIN, ServedConfig, Started, check_same_target, check_started, layers_read
+from ..served_config import TRAIN, ServedConfig, layers_read
 
 
 class SGLangConfig(ServedConfig):
     """A [`ServedConfig`] with `dflash_config`, with `is_causal` if it is the same for all layers, and with the
     `layer_types` whose windows SGLang has, which count from each slot."""
 
-    engine = "SGLang"
+    engine, drafts_option, longest_option = "SGLang", "--speculative-num-draft-tokens", "--context-length"
+    counts_anchor = True
 
     def _add_engine_fields(self) -> None:
         self.dflash_config = {
@@ -46,20 +45,3 @@ class SGLangConfig(ServedConfig):
             (window is not None and window < block and self.window_from == "slot", "sliding_window",
              f"windows of the block's {block} slots at least", f"{TRAIN} `sliding_window={block}` or more"),
         ]  # fmt: skip
-
-
-def check_served_pair(config: PreTrainedConfig, target: PreTrainedConfig, drafts: int, longest: int) -> None:
-    """Check that SGLang can run a drafter with a target as it was started.
-
-    Args:
-        config: The drafter's [`SGLangConfig`], or one with its fields.
-        target: The configuration of the target's text model.
-        drafts: Draft positions, one less than `--speculative-num-draft-tokens`.
-        longest: `--context-length`.
-
-    Raises:
-        ValueError: If not, with the value, the expected one, and the fix.
-    """
-    check_same_target(config, target)
-    options = "--speculative-num-draft-tokens", "--context-length"
-    check_started(config, Started(SGLangConfig.engine, drafts, longest, *options, counts_anchor=True))

@@ -11,7 +11,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ...drafters.parts.heads import HEADS, ConfidenceHead
 from ...drafters.parts.reducers import REDUCERS
-from .config import check_served_pair
+from ..served_config import check_served_pair
+from .config import SGLangConfig
 from .last_layer import hand_out_last_layer
 from .selector import HeadSelector
 
@@ -48,11 +49,12 @@ class ServedDrafter(DFlashDraftModel):
         Raises:
             ValueError: If SGLang cannot run the drafter with its target as it was started.
         """
-        check_served_pair(self.config, target_config.hf_text_config, self.block_size - 1, target_config.context_len)
-        if {-1, target_config.hf_text_config.num_hidden_layers - 1} & {*self.config.target_layer_ids}:
+        text, longest = target_config.hf_text_config, target_config.context_len
+        check_served_pair(SGLangConfig, self.config, text, self.block_size - 1, longest)
+        if {-1, text.num_hidden_layers - 1} & {*self.config.target_layer_ids}:
             hand_out_last_layer(target, len(self.config.target_layer_ids))
         if self.candidate_selector is not None:
-            self.candidate_selector.meet(target, target_config.hf_text_config)
+            self.candidate_selector.meet(target, text)
 
     # Conditioning
 

@@ -7,13 +7,13 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...drafters.parts.block_attention import FULL, SLIDING
-from ..served_config import TRAIN, ServedConfig, Started, check_same_target, check_started, layers_read
+from ..served_config import TRAIN, ServedConfig, layers_read
 
 
 class VLLMConfig(ServedConfig):
     """A [`ServedConfig`] with `dflash_config` and `n_predict`, vLLM's default for the number of drafts."""
 
-    engine = "vLLM"
+    engine, drafts_option, longest_option = "vLLM", "num_speculative_tokens", "--max-model-len"
 
     def _add_engine_fields(self) -> None:
         fields: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": layers_read(self)}
@@ -39,27 +39,11 @@ def reads_streams(config: PreTrainedConfig) -> bool:
     return getattr(config, "target_hc_mult", 1) > 1 and config.reducer != "stream_mean"
 
 
-def check_served_pair(config: PreTrainedConfig, target: PreTrainedConfig, drafts: int, longest: int) -> None:
-    """Check that vLLM can run a drafter with a target as it was started.
-
-    Args:
-        config: The drafter's [`VLLMConfig`], or one with its fields.
-        target: The configuration of the target's text model.
-        drafts: `num_speculative_tokens`.
-        longest: `--max-model-len`.
-
-    Raises:
-        ValueError: If not: what it is, what was expected, and what to do.
-    """
-    check_same_target(config, target)
-    check_started(config, Started(VLLMConfig.engine, drafts, longest, "num_speculative_tokens", "--max-model-len"))
-
-
 def check_one_number_of_drafts(config: PreTrainedConfig, by_batch_size: Any) -> None:
     """Check that vLLM always runs the block that a drafter was trained with, however many requests there are.
 
     Args:
-        config: As of [`check_served_pair`].
+        config: The drafter's [`VLLMConfig`], or one with its fields.
         by_batch_size: `num_speculative_tokens_per_batch_size`.
 
     Raises:

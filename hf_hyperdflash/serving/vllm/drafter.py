@@ -15,7 +15,8 @@ from vllm.platforms import current_platform
 from ...drafters.parts.heads import HEADS, ConfidenceHead, SequentialHead
 from ...drafters.parts.reducers import REDUCERS
 from ..ordered_drafts import ordered_logits
-from .config import check_one_number_of_drafts, check_served_pair, reads_streams
+from ..served_config import check_served_pair
+from .config import VLLMConfig, check_one_number_of_drafts, reads_streams
 from .plugin import STREAMS_VARIABLE
 
 
@@ -40,7 +41,7 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         speculative, target = vllm_config.speculative_config, vllm_config.model_config
         config, text = speculative.draft_model_config.hf_config, target.hf_text_config
-        check_served_pair(config, text, speculative.num_speculative_tokens, target.max_model_len)
+        check_served_pair(VLLMConfig, config, text, speculative.num_speculative_tokens, target.max_model_len)
         check_one_number_of_drafts(config, getattr(speculative, "num_speculative_tokens_per_batch_size", None))
         kind, _ = get_model_architecture(target)
         if not supports_eagle3(kind):

@@ -41,13 +41,6 @@ def weights_of(module: nn.Module) -> oracle.Weights:
     return {name: value.numpy() for name, value in module.state_dict().items()}
 
 
-def remembered(kind: str, weights: oracle.Weights, token: int, embedded: np.ndarray) -> np.ndarray:
-    """What a confidence reads of the token before."""
-    if kind == "state":
-        return oracle.normed(embedded)
-    return weights["predecessor_codebook" if kind == "selector" else "markov_w1.weight"][token]
-
-
 @pytest.mark.parametrize("kind", HEADS)
 @settings(deadline=None, max_examples=25)
 @given(SIZES, SIZES, SIZES, st.integers(0, 3), SIZES, st.tuples(SIZES, SIZES), st.integers(0, 10**6))
@@ -79,36 +72,10 @@ def test_every_head_follows_its_formula(kind, width, rank, vocabulary, fewer, dr
                     vectors = vectors if vectors is step.vectors else vectors[row][k]
                     np.testing.assert_allclose(head.table.detach() @ vectors, bias, atol=off)
                     assert len(bias) == (drafted or vocabulary)
-            sure = oracle.confidence(judging, h, remembered(kind, weights, token, embedded))
+            sure = oracle.confidence(judging, h, oracle.remembered(kind, weights, token, embedded))
             with torch.no_grad():
                 alone = judge(hidden[row][k], step.memory)
             np.testing.assert_allclose(torch.sigmoid(torch.stack([alone, whole.confidence[row][k]])), [sure] * 2, off)
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_draft_depends_on_nothing_behind_it(kind):
-    """Of a block, on its own state and those before it, and on the tokens before it."""
-    head, hidden = head_of(kind), torch.randn(5, 6, dtype=torch.float64)
-    embeds, ids = torch.randn_like(hidden), torch.randint(0, 9, (5,))
-    later = hidden.clone(), (ids + 1) % 9, embeds + 1
-    later[0][3:] += 1
-    later[1][:3], later[2][:3] = ids[:3], embeds[:3]
-    one, other = (run_heads(*inputs, head, None) for inputs in ((hidden, ids, embeds), later))
-    assert torch.equal(one.states[:3], other.states[:3])
-    assert not torch.equal(one.states[3:], other.states[3:])
-    if head.table is not None:
-        assert torch.equal(one.vectors[:3], other.vectors[:3]) and not torch.equal(one.vectors[3:], other.vectors[3:])
-
-
-def test_a_confidence_without_a_head_reads_the_state_alone():
-    judge, hidden = trained(ConfidenceHead(config(), 0)), torch.randn(3, 6, dtype=torch.float64)
-    found = run_heads(hidden, torch.zeros(3, dtype=torch.long), None, None, judge).confidence
-    blind = run_heads(hidden, torch.zeros(3, dtype=torch.long), None, head_of("markov"), judge).confidence
-    said = run_heads(hidden, torch.zeros(3, dtype=torch.long), None, None, None)
-    assert said.states is hidden and not any(part is not None for part in said[1:])
-    for k in range(3):
-        sure = oracle.confidence(weights_of(judge), hidden[k].numpy(), None)
-        np.testing.assert_allclose(torch.sigmoid(torch.stack([found[k], blind[k]])).detach(), [sure] * 2)
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -113,6 +113,13 @@ def logits(
         yield np.array([scores[b] if b in best else blind[b] - FAR for b in range(len(blind))])
 
 
+def remembered(kind: str, weights: Weights, token: int, embedded: np.ndarray) -> np.ndarray:
+    """What a confidence reads of the token before."""
+    if kind == "state":
+        return normed(embedded)
+    return weights["predecessor_codebook" if kind == "selector" else "markov_w1.weight"][token]
+
+
 def confidence(weights: Weights, h: np.ndarray, remembered: np.ndarray | None, temperature: float = 1.0) -> float:
     """DSpark: c_k = sigma(w^T [h_k; W1[x_{k-1}]]), the logit divided by the position's temperature."""
     read = h if remembered is None else np.concatenate([h, remembered])

@@ -32,16 +32,6 @@ def test_imports_run_one_way():
     assert not any("from ." in path.read_text() for path in (PACKAGE / "benchmark" / "metrics").glob("*.py"))
 
 
-@pytest.mark.parametrize("room", [*ROOMS[1:], "serving"])
-def test_a_room_can_be_looked_over(room):
-    """At most 12 files and rooms within it, of which each has at most 8 files."""
-    own = [path for path in (PACKAGE / room).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
-    assert len([path for path in own if path.stem != "__init__"]) <= 12
-    for inner in (path for path in own if path.is_dir()):
-        assert len([path for path in inner.glob("*.py") if path.stem != "__init__"]) <= 8
-        assert not [path for path in inner.iterdir() if (path / "__init__.py").exists()]
-
-
 def test_what_serves_imports_reducers_heads_and_configuration_alone():
     """An engine runs them in its own loop: nothing of ours that needs transformers' models."""
     served = {module for module in MODULES if module.startswith("serving.")}

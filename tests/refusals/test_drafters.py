@@ -262,7 +262,7 @@ CALLS = {
     ),
     # Layouts.
     **{
-        f"a mask vector for {name}": (lambda name=name: check_expressible(own_mask().config, name, True), "mask vector")
+        f"a mask vector in {name}": (lambda name=name: check_expressible(own_mask().config, name, True), "mask vector")
         for name in FORMATS
     },
     # Vocabularies.

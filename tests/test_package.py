@@ -51,35 +51,14 @@ TORCH_ALONE = """
 import sys
 for other in ("transformers", "accelerate", "huggingface_hub", "safetensors", "numpy"):
     sys.modules[other] = None
-from types import SimpleNamespace
-import torch
-from hf_hyperdflash.drafters.parts.heads import HEADS, ConfidenceHead, run_heads
-from hf_hyperdflash.drafters.parts.reducers import REDUCERS
-config = SimpleNamespace(hidden_size=8, target_hidden_size=8, target_hc_mult=2, target_layer_ids=[0, -1],
-                         num_streams=4, rms_norm_eps=1e-6, hc_eps=1e-6, path_norm=True,
-                         vocab_size=9, draft_vocab_size=0, head_rank=4)
-for reducer in REDUCERS.values():
-    engine = torch.nn.Module()
-    engine.config = config
-    for name, module in reducer.modules(config).items():
-        engine.add_module(name, module)
-    for parameter in engine.parameters():
-        torch.nn.init.normal_(parameter)
-    print(tuple(reducer.reduce(engine, torch.randn(1, 3, 4, 8), torch.float32).shape))
-for kind in HEADS.values():
-    head = kind(config)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter)
-    ids, states = torch.randint(0, 9, (2, 3)), torch.randn(2, 3, 8)
-    out = run_heads(states, ids, torch.randn(2, 3, 8), head, ConfidenceHead(config, head.memory_size))
-    print(tuple(out.states.shape), tuple(out.confidence.shape))
+import hf_hyperdflash.drafters.parts.heads, hf_hyperdflash.drafters.parts.reducers
 import hf_hyperdflash.trees.growth, hf_hyperdflash.trees.acceptance, hf_hyperdflash.trees.layout
 """
 
 
 def test_trees_reducers_and_heads_are_torch_alone():
     """So that an engine can import them: in a process where nothing else of the package's needs can be imported."""
-    assert run(TORCH_ALONE).splitlines() == ["(1, 3, 8)"] * 4 + ["(2, 3, 8) (2, 3)"] * 5
+    assert run(TORCH_ALONE) == ""
 
 
 def run(code: str) -> str:

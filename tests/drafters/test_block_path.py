@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.decoding.stats import keep_trees
-from hf_hyperdflash.drafters.parts.heads import HEADS
+from hf_hyperdflash.drafters.parts.heads import HEADS, run_heads
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 
@@ -154,6 +154,19 @@ def test_a_confidence_follows_its_formula(kind, reads_token):
                 weights, states[k].double().numpy(), remembered, temperatures[k] if temperatures else 1.0
             )
             assert float(tree.confidence[k]) == pytest.approx(sure, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_confidence_judges_drafts_and_does_not_shape_them(kind):
+    """Of a block in training: each loss has parameters of its own."""
+    drafter, ids = headed(tiny_target(), kind, confidence_head=True), torch.randint(0, 64, (5,))
+    hidden, embeds = (torch.randn(5, 32, requires_grad=True) for _ in range(2))
+    out = run_heads(hidden, ids, embeds, drafter.head, drafter.confidence_head)
+    out.confidence.sum().backward()
+    assert all(part.grad is None for part in (hidden, embeds, *drafter.head.parameters()))
+    assert all(part.grad.any() for part in drafter.confidence_head.parameters())
+    (out.states if out.vectors is None else out.vectors @ drafter.head.table.T).square().sum().backward()
+    assert all(part.grad.any() for part in drafter.head.parameters())
 
 
 @pytest.mark.parametrize(

@@ -386,5 +386,5 @@ def test_generate_reads_the_targets_layers(pair, length):
     assert torch.equal(out, expected) and len(trees) > 2
     sequence, at = (captured[0], torch.arange(length + 15)[None], expected), length
     for tree, accepted in zip(trees, pair.drafter.last_stats.accepted):
-        assert tree == pair.said(sequence, at, tree)[0].argmax(-1).tolist()
+        pair.assert_deepseeks(tree, sequence, at)
         at += 1 + accepted

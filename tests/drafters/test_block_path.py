@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.parts.heads import HEADS, run_heads
-from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import prompt, tiny_target
 from ..helpers import families
 from ..helpers import oracle_heads as oracle
 from ..helpers.enumerated_draws import every_outcome
-from ..helpers.headed_drafters import headed, headless, proposed
+from ..helpers.headed_drafters import headed, proposed
 
 
 def expected_logits(drafter, target, hidden: torch.Tensor, previous: list[int]) -> list[torch.Tensor]:
@@ -169,36 +166,27 @@ def test_a_confidence_judges_drafts_and_does_not_shape_them(kind):
     assert all(part.grad.any() for part in drafter.head.parameters())
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [*((kind, {}) for kind in HEADS), ("state", {"tree_budget": 9})], ids=str
-)
-def test_what_the_head_chose_is_what_the_block_alone_would_not_draft(kind, options):
-    """By a drafter that has the same weights and no head, asked beside it in every round."""
-    target = v4()
+@pytest.mark.parametrize(("kind", "budget"), [*((kind, None) for kind in HEADS), ("state", 9)])
+def test_what_the_head_chose_is_what_the_block_alone_would_not_draft(kind, budget):
+    """Of each draft, and of each token of a text."""
+    target, told = tiny_target(layer_types=["sliding_attention"] * 2, vocab_size=6), []
     drafter = headed(target, kind)
-    bare, alone, made = headless(drafter), [], []
-    propose = drafter.propose
-
-    def beside(target, context, ids, positions, count, sampler):
-        greedy = DraftSampler(LogitsProcessorList(), do_sample=False)
-        alone.append(bare.propose(target, copy.deepcopy(context), ids, positions, count, greedy).tokens.tolist())
-        made.append(propose(target, context, ids, positions, count, sampler))
-        return made[-1]
-
-    drafter.propose = beside
+    for parameter in drafter.head.parameters():
+        parameter.data.mul_(2)
+    for seed in range(4):
+        assert proposed(drafter, target, prompt(9, seed, 6), budget=budget)[0].by_head is None  # nobody asks
+        with keep_trees(), torch.no_grad():
+            tree, states = proposed(drafter, target, prompt(9, seed, 6), budget=budget)
+            alone = target.lm_head(states).index_fill(1, torch.tensor([1]), -torch.inf).argmax(-1).tolist()
+        expected = [token != alone[depth - 1] for token, depth in zip(tree.tokens.tolist(), tree.depths)]
+        assert list(tree.by_head) == expected
+        told += expected
+    assert any(told)
     drafter.bind(target)
-    options = {"do_sample": False, "max_new_tokens": 24} | options
-    target.generate(prompt(9), assistant_model=drafter, **options)
-    assert made and all(tree.by_head is None for tree in made) and not any(drafter.last_stats.by_head)
-    alone.clear(), made.clear()
     with keep_trees():
-        target.generate(prompt(9), assistant_model=drafter, **options)
-    told = [by_head for tree in made for by_head in tree.by_head]
-    assert any(told) and told == [
-        token != block[depth - 1]
-        for tree, block in zip(made, alone, strict=True)
-        for token, depth in zip(tree.tokens.tolist(), tree.depths)
-    ]
+        target.generate(
+            prompt(9, 0, 6), assistant_model=drafter, do_sample=False, max_new_tokens=60, tree_budget=budget
+        )
     of_text = dict.fromkeys(range(drafter.last_stats.tokens), False)
     for kept in drafter.last_stats.trees:
         of_text |= zip(kept.tokens, [kept.drafts.by_head[node] for node in kept.accepted])

@@ -56,9 +56,10 @@ def proposed(
     do_sample: bool = False,
     processors: Any = (),
     count: int | None = None,
+    budget: int | None = None,
 ) -> tuple[DraftTree, torch.Tensor]:
-    """What is drafted after `ids`, and the block's states that it comes from, `[drafts,
-    config.target_hidden_size]`."""
+    """What is drafted after `ids`, a chain or a tree of at most `budget` nodes, and the block's states that it comes
+    from, `[drafts, config.target_hidden_size]`."""
     config, seen, length = drafter.config, target_of(target), ids.shape[1] - 1
     count = drafter.max_draft_tokens if count is None else count
     residual, positions = residual_before(drafter, length).to(drafter.dtype), torch.arange(length + 1)[None]
@@ -67,6 +68,6 @@ def proposed(
         hidden = drafter(seen.embed(block), ahead, residual=residual, residual_position_ids=positions[:, :-1])
     context, first = drafter.new_context(), 0 if config.sample_from_anchor else 1
     drafter.extend(seen, context, residual, positions[:, :-1], ids[:, 1:])
-    sampler = DraftSampler(LogitsProcessorList(processors), do_sample)
+    sampler = DraftSampler(LogitsProcessorList(processors), do_sample, budget)
     tree = drafter.propose(seen, context, ids, positions, count, sampler)
     return tree, hidden[0, first : first + count]

@@ -15,6 +15,7 @@ from hf_hyperdflash.trees.tree import ANCHOR
 from ..conftest import CSA, mostly_nightly, prompt
 from ..helpers import families, oracle_specblock
 from ..helpers.device_pairs import assert_same_text, small_qwen3, small_target
+from ..helpers.schedules import Asked
 from ..helpers.unrolled import specblock_oracle, unrolled
 
 KINDS = {"specblock": {"block_size": 3, "max_blocks": 2}, "eagle3": {"max_blocks": 5}}
@@ -34,7 +35,8 @@ def test_a_gate_is_inherited(kind):
 @pytest.mark.parametrize(("length", "budget"), [(20, None), *((length, 14) for length in (18, 19, 20))])
 def test_a_draft_of_a_block_is_drawn_from_what_its_slot_says(length, budget):
     """Chains and trees, block by block as the oracle makes them: the first child of each node is drawn from all that
-    the slot says, and later children and last slots begin blocks of their own."""
+    the slot says, and later children and last slots begin blocks of their own. Buffers grow between the blocks of
+    some rounds, and no block is run where nothing more is admitted."""
     torch.manual_seed(0)
     ids, target = prompt(length), families.qwen3().eval()
     drafter, seen, slots = unrolled("specblock", target, block_size=3, max_blocks=3), target_of(target), 3
@@ -61,6 +63,11 @@ def test_a_draft_of_a_block_is_drawn_from_what_its_slot_says(length, budget):
             embed = seen.embed(token.view(1, 1))[0, 0]
             places[node] = oracle_specblock.later_block(tensors, shape, known, length - 2, path, embed), 0, path
     assert len(tree) == (budget or 8) and max(tree.passes) == 3 and tree.is_chain == (budget is None)
+    admissions = {3: Asked(most=3), 4: Asked(refused=4), 5: Asked(most=5), 6: Asked(refused=6)}
+    for count, admission in admissions.items() if budget is None else ():
+        sampler = DraftSampler(LogitsProcessorList(), True, chain_admission=admission)
+        part = drafter.propose(seen, context, ids, positions, 8, sampler)
+        assert part.passes == tree.passes[:count] and len(admission.signals) == min(count + 1, admission.most)
 
 
 @pytest.mark.parametrize("options", mostly_nightly([{"tree_budget": 8}, {"do_sample": True}]), ids=str)

@@ -37,45 +37,12 @@ from ..helpers.deepseek_checkpoints import (
     write_shards,
 )
 from ..helpers.loops import proposed_by
-from ..helpers.oracle_deepseek_v4 import NaiveBlock
-from ..helpers.oracle_dspark import NaiveDSpark
+from ..helpers.oracle_deepseek_v4 import NaiveDSpark, NaiveMTP
 
 WINDOW, BLOCK = 8, 5
 # The clamps of the experts' activations must matter.
 FIELDS = dict(swiglu_limit=0.8, hc_sinkhorn_iters=5, n_routed_experts=6, sliding_window=WINDOW)
 DRAWN = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)])
-
-
-class NaiveMTP(NaiveBlock):
-    """DeepSeek-V4's MTP block for one entry at a time."""
-
-    def __init__(self, tensors, config, embed, head):
-        super().__init__(tensors, "mtp.0.", config)
-        self.embed, self.head = embed.double(), head.double()
-
-    def logits(self, residual, next_ids, positions, drafts):
-        """Logits of the first draft and after each of `drafts`; `residual` is `[seq, hc_mult, hidden]`."""
-        keys, logits = [], []
-        for state, token, position in zip(residual.double(), next_ids, positions):
-            out = self.entry(state, token, int(position), keys)
-        logits.append(self.read(out))
-        for step, token in enumerate(drafts, start=1):
-            out = self.entry(out, token, int(positions[-1]) + step, keys)
-            logits.append(self.read(out))
-        return torch.stack(logits)
-
-    def entry(self, state, token, position, keys):
-        e = self.w["e_proj.weight"] @ self.norm(self.embed[token], "enorm.weight")
-        x = torch.stack([e + self.w["h_proj.weight"] @ self.norm(path, "hnorm.weight") for path in state])
-        read, put = self.mix(x, "hc_attn")
-        read = self.norm(read, "attn_norm.weight")
-        keys.append(self.key(read, position))
-        x = put(self.attention(read, position, keys[-self.config.sliding_window :]))
-        read, put = self.mix(x, "hc_ffn")
-        return put(self.experts(self.norm(read, "ffn_norm.weight")))
-
-    def read(self, x):
-        return self.head @ self.norm(self.collapse(x), "norm.weight")
 
 
 class Kind(NamedTuple):
@@ -137,14 +104,8 @@ class Pair:
 
     def said(self, sequence, stop, tokens):
         """The oracle's logits of each draft where these are drafted, and confidences, if it has any."""
-        residual, positions, ids = sequence
-        if isinstance(self.naive, NaiveMTP):
-            known = residual[0, :stop], ids[0, 1 : stop + 1], positions[0, :stop]
-            return self.naive.logits(*known, tokens[:-1]), None
-        following = iter(tokens)
-        known = residual[0, :stop], positions[0, : stop + 1], int(ids[0, stop])
-        _, expected, confidence = self.naive.draft(*known, len(tokens), lambda scores: torch.tensor(next(following)))
-        return expected, torch.sigmoid(confidence)
+        residual, positions, ids = (part[0] for part in sequence)
+        return self.naive.said(residual[:stop], positions[: stop + 1], ids[: stop + 1], tokens)
 
     def assert_deepseeks(self, tree, sequence, stop, processors=None):
         tokens = tree.tokens.tolist()

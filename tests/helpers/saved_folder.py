@@ -1,7 +1,7 @@
 """What the code in a saved drafter's folder does, in a process in which `hf_hyperdflash` cannot be imported.
 
-`promises(folder)` runs there; it imports nothing of the package itself. The folder has `target` and `drafter`, and
-`tokenizer` where stop strings are asked about.
+`promises(folder)` runs there; it imports nothing of the package itself. The folder has `target`, `drafter` and
+`tokenizer`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Recorded:
 def promises(folder: Path) -> dict[str, Any]:
     """What it does: `True` for each promise that holds, the drafts of a greedy text, and what is refused."""
     target, drafter = load(folder)
-    from transformers import GenerationConfig, StaticCache
+    from transformers import AutoTokenizer, GenerationConfig, StaticCache
 
     most, greedy = min(64, target.config.get_text_config().vocab_size), dict(do_sample=False, max_new_tokens=24)
     ids, told = prompt(13, most), dict[str, Any](kind=type(drafter).__name__)
@@ -117,13 +117,22 @@ def promises(folder: Path) -> dict[str, Any]:
     told["another turn"] = torch.equal(
         written(longer, **{name: getattr(first, name)}, **whole, **greedy), unbound(longer, **whole, **greedy)
     )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    end = tokenizer.decode(plain[0, 19:21])
     for what, text, options in [
         *((f"{length} tokens", prompt(length, most, seed=length), {}) for length in (1, 8, 31)),
         ("a gap", ids, dict(attention_mask=(torch.arange(13) != 5).long()[None])),
         ("processors of transformers", ids, dict(repetition_penalty=1.3, no_repeat_ngram_size=3)),
         ("an end", ids, dict(eos_token_id=int(plain[0, 20]))),
+        ("a stop string", ids, dict(stop_strings=end)),
+        ("one in a configuration", ids, dict(generation_config=GenerationConfig(stop_strings=[end]))),
+        ("one of the target's own", ids, {}),
     ]:
-        told[what] = torch.equal(written(text, **greedy, **options), unbound(text, **greedy, **options))
+        target.generation_config.stop_strings = [end] if what == "one of the target's own" else None
+        options |= dict(tokenizer=tokenizer, **greedy)
+        one, other = written(text, **options), unbound(text, **options)
+        told[what] = torch.equal(one, other) and (what[:3] != "one" or one.shape[1] < 13 + 24)
+    target.generation_config.stop_strings = None
     told["chunks"] = torch.equal(written(ids, prefill_chunk_size=4, **greedy), plain)
     padded, mask = torch.cat([torch.zeros_like(ids[:, :3]), ids], dim=1), (torch.arange(16) >= 3).long()[None]
     with_padding = dict(attention_mask=mask, return_dict_in_generate=True, **greedy)
@@ -191,36 +200,6 @@ def promises(folder: Path) -> dict[str, Any]:
     told["no hook stays"] = count_hooks(target) == hooks
     told["without the package"] = not any(name.partition(".")[0] == "hf_hyperdflash" for name in sys.modules)
     return told
-
-
-def stopped(folder: Path) -> dict[str, Any]:
-    """Texts that stop strings end, in an argument and in a configuration, with a drafter and without."""
-    target, drafter = load(folder)
-    from transformers import AutoTokenizer, GenerationConfig
-
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    ids, greedy = prompt(9, 64), dict(do_sample=False, max_new_tokens=24)
-    text = tokenizer.decode(target.generate(ids, **greedy)[0, 15:17])
-    asked = [
-        dict(stop_strings=text, **greedy),
-        dict(generation_config=GenerationConfig(stop_strings=[text], **greedy)),
-        dict(generation_config=GenerationConfig(**greedy)),  # with stop strings of the target's own
-    ]
-
-    def texts(**options: Any) -> list[Any]:
-        written = []
-        for number, each in enumerate(asked):
-            target.generation_config.stop_strings = [text] if number == 2 else None
-            written.append(target.generate(ids, tokenizer=tokenizer, **options, **each).tolist())
-        return written
-
-    plain = texts()
-    drafter.bind(target)
-    return {
-        "plain": plain,
-        "drafted": texts(assistant_model=drafter),
-        "rounds": drafter.last_stats.rounds,
-    }
 
 
 def law(folder: Path) -> dict[str, float]:

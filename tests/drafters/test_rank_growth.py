@@ -138,37 +138,70 @@ def test_the_tree_is_the_best_of_all_nodes(seed, budget, count, rules, ranked, i
         assert tree.confidence.tolist() == pytest.approx([said[path] for path in paths_of(tree)], rel=1e-4)
 
 
-LAWS = [(3, 2, 3, 5, 2), (3, 1, 3, 4, 3), (4, 2, 2, 3, 1)]  # vocabulary, slots, depth, budget, blocks
+class Talkers:
+    """Drafters of several texts in one, which know by the blocks that others continue alone whose these are."""
+
+    def __init__(self, *talkers: Talker) -> None:
+        self.talkers, self.owners = talkers, []  # of each block its text, and its number there
+
+    def __call__(self, come_from: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
+        places = [self.owners[block] for block in come_from.tolist()]
+        assert places == sorted(places, key=lambda place: place[0])
+        steps = []
+        for text, talker in enumerate(self.talkers):
+            own = [at for at, (owner, _) in enumerate(places) if owner == text]
+            if own or not self.owners or not len(come_from):
+                numbers, start = torch.tensor([places[at][1] for at in own], dtype=torch.long), len(talker.made)
+                steps.append(talker(numbers, slots[own], tokens[own]))
+                self.owners += [(text, number) for number in range(start, len(talker.made))]
+        ranks = None if steps[0].ranks is None else torch.cat([step.ranks for step in steps])
+        return BlockStep(torch.cat([step.logits for step in steps]), ranks)
+
+
+# Vocabulary, slots, depth for each text, budget, blocks.
+LAWS = [(3, 2, [3], 5, 2), (3, 1, [3], 4, 3), (4, 2, [2], 3, 1), (2, 1, [1, 2], 3, 2)]
 
 
 @pytest.mark.parametrize("least", [None, 0.22])
-@pytest.mark.parametrize(("vocabulary", "slots", "depth", "budget", "max_blocks"), LAWS)
+@pytest.mark.parametrize(("vocabulary", "slots", "depths", "budget", "max_blocks"), LAWS)
 @pytest.mark.parametrize("rule", SAMPLING_RULES)
-def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, budget, max_blocks, least):
-    """Draws and verification together, as an exact law over whole rounds."""
-    target = Talker(vocabulary, 1, 77)
-
-    def p_after(path: tuple[int, ...]) -> torch.Tensor:
-        return target.logits(path, 0).double().softmax(-1)
-
+def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depths, budget, max_blocks, least):
+    """Draws and verification together, as an exact law over whole rounds. Texts that draft together know nothing of
+    each other."""
+    targets = [Talker(vocabulary, 1, 77 + text) for text in range(len(depths))]
     widest, most = 0, 0
 
-    def round_() -> tuple[int, ...]:
+    def p_after(text: int):
+        return lambda path: targets[text].logits(path, 0).double().softmax(-1)
+
+    def round_() -> tuple[tuple[int, ...], ...]:
         nonlocal widest, most
-        talker = Talker(vocabulary, slots, 5)
+        talkers = Talkers(*(Talker(vocabulary, slots, 5 + text) for text in range(len(depths))))
         drawn_by = sampler(budget, True)
         drawn_by = replace(drawn_by, node_admission=None if least is None else Admission(AcceptanceLine(), least))
-        tree = grown(depth, drawn_by, talker, shape([2, 3, 3, 1], max_blocks))
-        assert 1 <= len(tree) <= budget and max(tree.depths) <= depth and len(set(paths_of(tree))) == len(tree)
-        most = max(most, len(tree))
-        widest = max(widest, *(len(children) for children in tree.children.values()))
-        return tuple(token for token, _ in steps_by(rule, tree, p_after))
+        requests = [DraftRequest(None, IDS, IDS, depth, drawn_by) for depth in depths]
+        trees = grow_blocks(requests, talkers, shape([2, 3, 3, 1], max_blocks))
+        for tree, depth in zip(trees, depths):
+            assert 1 <= len(tree) <= budget and max(tree.depths) <= depth
+            assert len(set(paths_of(tree))) == len(tree)
+            most = max(most, len(tree))
+            widest = max(widest, *(len(children) for children in tree.children.values()))
+        return tuple(
+            tuple(token for token, _ in steps_by(rule, tree, p_after(text))) for text, tree in enumerate(trees)
+        )
 
-    law: dict[tuple[int, ...], float] = defaultdict(float)
-    for probability, text in every_outcome(round_):
-        law[text] += probability
+    law: dict[tuple, float] = defaultdict(float)
+    of_each: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in depths]
+    for probability, texts in every_outcome(round_):
+        law[texts] += probability
+        for of_text, text in zip(of_each, texts):
+            of_text[text] += probability
     assert widest > 1 if least is None else most < budget
-    assert_law_is_the_targets(law, p_after)
+    for texts, mass in law.items():
+        assert mass == pytest.approx(math.prod(of[text] for of, text in zip(of_each, texts)), abs=1e-6)
+    for text, of_text in enumerate(of_each):
+        assert max(map(len, of_text)) > 1
+        assert_law_is_the_targets(of_text, p_after(text))
 
 
 @pytest.mark.parametrize(("count", "budget", "passes"), [(5, 9, 1), (3, 9, 1), (6, 24, 2), (8, 30, 3), (4, 40, 2)])
@@ -219,52 +252,3 @@ def test_draws_are_those_that_are_accepted_most_often(count, budget, passes, slo
         # A later pass has no more blocks than there is room for nodes.
         starts = sorted(next_starts, key=lambda start: -worth[start[1]])[: budget - due]
     assert due == len(tree) == budget
-
-
-class Talkers:
-    """Drafters of several texts in one, which know by the blocks that others continue alone whose these are."""
-
-    def __init__(self, *talkers: Talker) -> None:
-        self.talkers, self.owners = talkers, []  # of each block its text, and its number there
-
-    def __call__(self, come_from: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
-        places = [self.owners[block] for block in come_from.tolist()]
-        assert places == sorted(places, key=lambda place: place[0])
-        steps = []
-        for text, talker in enumerate(self.talkers):
-            own = [at for at, (owner, _) in enumerate(places) if owner == text]
-            if own or not self.owners or not len(come_from):
-                numbers, start = torch.tensor([places[at][1] for at in own], dtype=torch.long), len(talker.made)
-                steps.append(talker(numbers, slots[own], tokens[own]))
-                self.owners += [(text, number) for number in range(start, len(talker.made))]
-        ranks = None if steps[0].ranks is None else torch.cat([step.ranks for step in steps])
-        return BlockStep(torch.cat([step.logits for step in steps]), ranks)
-
-
-@pytest.mark.parametrize("rule", SAMPLING_RULES)
-def test_texts_with_trees_that_are_drawn_together_are_the_targets_and_know_nothing_of_each_other(rule):
-    """The joint law of two texts, by every way that draws can go."""
-    targets = [Talker(2, 1, seed) for seed in (77, 78)]
-
-    def p_after(text: int):
-        return lambda path: targets[text].logits(path, 0).double().softmax(-1)
-
-    def round_() -> tuple[tuple[int, ...], ...]:
-        requests = [DraftRequest(None, IDS, IDS, count, sampler(3, True)) for count in (1, 2)]
-        trees = grow_blocks(requests, Talkers(Talker(2, 1, 5), Talker(2, 1, 6)), shape([2, 2, 2, 1], 2))
-        return tuple(
-            tuple(token for token, _ in steps_by(rule, tree, p_after(text))) for text, tree in enumerate(trees)
-        )
-
-    law: dict[tuple, float] = defaultdict(float)
-    for probability, texts in every_outcome(round_):
-        law[texts] += probability
-    of_each: list[dict[tuple[int, ...], float]] = [defaultdict(float), defaultdict(float)]
-    for texts, mass in law.items():
-        for of_text, text in zip(of_each, texts):
-            of_text[text] += mass
-    for texts, mass in law.items():
-        assert mass == pytest.approx(of_each[0][texts[0]] * of_each[1][texts[1]], abs=1e-6)
-    assert any(len(text) == 3 for text in of_each[1])
-    for text, of_text in enumerate(of_each):
-        assert_law_is_the_targets(of_text, p_after(text))

@@ -14,7 +14,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
+from hf_hyperdflash import Eagle3Drafter, HyperDFlashConfig, HyperDFlashDrafter, SpecBlockDrafter
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.parts.layers import block_inputs
 from hf_hyperdflash.drafters.parts.reducers import stream_gates
@@ -106,19 +106,21 @@ def test_an_untrained_hybrid_is_the_papers_drafter(target):
     assert torch.equal(hybrid.reduce(residual), paper.reduce(residual[:, :, 4:]))
 
 
-def test_what_is_computed_in_float32_is_never_rounded(target, tmp_path):
+@pytest.mark.parametrize("kind", [HyperDFlashDrafter, Eagle3Drafter, SpecBlockDrafter])
+def test_what_is_computed_in_float32_is_never_rounded(target, kind, tmp_path):
     """A gate, and the positions that a drafter in bfloat16 sees."""
-    exact = tiny_drafter(target, dtype=torch.float32).rotary_emb.inv_freq
-    made = tiny_drafter(target, dtype=torch.bfloat16)
+    fields = dict(reducer="hc_gate", head_dim=16)
+    exact, made = (kind.from_target(target, dtype=dtype, **fields) for dtype in (torch.float32, torch.bfloat16))
     made.save_pretrained(tmp_path, with_code=False)
-    loaded = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    cast = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=torch.float32)
+    loaded, cast = (kind.from_pretrained(tmp_path, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     assert cast.layers[0].mlp.up_proj.weight.dtype == torch.float32
     for drafter in (made, loaded, cast.to(torch.bfloat16)):
         assert drafter.dtype == torch.bfloat16 and drafter.rotary_emb.inv_freq.dtype == torch.float32
-        assert torch.equal(drafter.rotary_emb.inv_freq, exact)
+        assert torch.equal(drafter.rotary_emb.inv_freq, exact.rotary_emb.inv_freq)
+        assert drafter.config.num_streams == 4 and drafter.target_layer_ids == [-1]
     for drafter in (made, loaded):
         assert torch.equal(drafter.hc_gate.hc_fn, target.model.hc_head.hc_fn)
+        assert drafter.hc_gate.hc_fn.dtype == torch.float32
 
 
 def test_from_target_fits_the_target(target, caplog):

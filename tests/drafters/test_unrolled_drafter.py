@@ -6,29 +6,19 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_hyperdflash import Eagle3Drafter, SpecBlockDrafter, capture_residual
+from hf_hyperdflash import Eagle3Drafter, capture_residual
 from hf_hyperdflash.drafters import reading as reading_drafter
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.tree import ANCHOR
 
-from ..conftest import CSA, mostly_nightly, prompt
+from ..conftest import mostly_nightly, prompt
 from ..helpers import families, oracle_specblock
-from ..helpers.device_pairs import assert_same_text, small_qwen3, small_target
+from ..helpers.device_pairs import assert_same_text, small_qwen3
 from ..helpers.schedules import Asked
 from ..helpers.unrolled import specblock_oracle, unrolled
 
 KINDS = {"specblock": {"block_size": 3, "max_blocks": 2}, "eagle3": {"max_blocks": 5}}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gate_is_inherited(kind):
-    target = small_target([CSA])
-    made = SpecBlockDrafter if kind == "specblock" else Eagle3Drafter
-    drafter = made.from_target(target, reducer="hc_gate", dtype=torch.bfloat16)
-    assert torch.equal(drafter.hc_gate.hc_fn, target.model.hc_head.hc_fn) and drafter.dtype == torch.bfloat16
-    assert drafter.hc_gate.hc_fn.dtype == torch.float32
-    assert drafter.target_layer_ids == [-1] and drafter.config.num_streams == 4
 
 
 @torch.no_grad()

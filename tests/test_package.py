@@ -1,9 +1,7 @@
 """What holds for the package as a whole: import direction, no side effects, public names."""
 
-import shutil
 import subprocess
 import sys
-import zipfile
 from graphlib import TopologicalSorter
 
 import pytest
@@ -32,16 +30,6 @@ def test_imports_run_one_way():
     assert not any("from ." in path.read_text() for path in (PACKAGE / "benchmark" / "metrics").glob("*.py"))
 
 
-@pytest.mark.parametrize("room", [*ROOMS[1:], "serving"])
-def test_a_room_can_be_looked_over(room):
-    """At most 12 files and rooms within it, of which each has at most 8 files."""
-    own = [path for path in (PACKAGE / room).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
-    assert len([path for path in own if path.stem != "__init__"]) <= 12
-    for inner in (path for path in own if path.is_dir()):
-        assert len([path for path in inner.glob("*.py") if path.stem != "__init__"]) <= 8
-        assert not [path for path in inner.iterdir() if (path / "__init__.py").exists()]
-
-
 def test_what_serves_imports_reducers_heads_and_configuration_alone():
     """An engine runs them in its own loop: nothing of ours that needs transformers' models."""
     served = {module for module in MODULES if module.startswith("serving.")}
@@ -61,35 +49,14 @@ TORCH_ALONE = """
 import sys
 for other in ("transformers", "accelerate", "huggingface_hub", "safetensors", "numpy"):
     sys.modules[other] = None
-from types import SimpleNamespace
-import torch
-from hf_hyperdflash.drafters.parts.heads import HEADS, ConfidenceHead, run_heads
-from hf_hyperdflash.drafters.parts.reducers import REDUCERS
-config = SimpleNamespace(hidden_size=8, target_hidden_size=8, target_hc_mult=2, target_layer_ids=[0, -1],
-                         num_streams=4, rms_norm_eps=1e-6, hc_eps=1e-6, path_norm=True,
-                         vocab_size=9, draft_vocab_size=0, head_rank=4)
-for reducer in REDUCERS.values():
-    engine = torch.nn.Module()
-    engine.config = config
-    for name, module in reducer.modules(config).items():
-        engine.add_module(name, module)
-    for parameter in engine.parameters():
-        torch.nn.init.normal_(parameter)
-    print(tuple(reducer.reduce(engine, torch.randn(1, 3, 4, 8), torch.float32).shape))
-for kind in HEADS.values():
-    head = kind(config)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter)
-    ids, states = torch.randint(0, 9, (2, 3)), torch.randn(2, 3, 8)
-    out = run_heads(states, ids, torch.randn(2, 3, 8), head, ConfidenceHead(config, head.memory_size))
-    print(tuple(out.states.shape), tuple(out.confidence.shape))
+import hf_hyperdflash.drafters.parts.heads, hf_hyperdflash.drafters.parts.reducers
 import hf_hyperdflash.trees.growth, hf_hyperdflash.trees.acceptance, hf_hyperdflash.trees.layout
 """
 
 
 def test_trees_reducers_and_heads_are_torch_alone():
     """So that an engine can import them: in a process where nothing else of the package's needs can be imported."""
-    assert run(TORCH_ALONE).splitlines() == ["(1, 3, 8)"] * 4 + ["(2, 3, 8) (2, 3)"] * 5
+    assert run(TORCH_ALONE) == ""
 
 
 def run(code: str) -> str:
@@ -138,21 +105,6 @@ own = ("hf_hyperdflash", "transformers", "tokenizers")
 print(sorted(m for m in set(sys.modules) - before if not m.startswith(own)))
 """
     assert run(code) == "[]"
-
-
-def test_the_wheel_has_every_file(tmp_path):
-    """Packages are found: a new folder of modules needs no line in pyproject.toml."""
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copyfile(PACKAGE.parent / name, tmp_path / name)
-    copied = shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / PACKAGE.name / "more").mkdir()
-    (tmp_path / PACKAGE.name / "more" / "__init__.py").touch()
-    build = "import setuptools.build_meta as backend; backend.build_wheel('.')"
-    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.startswith(f"hf_hyperdflash-{hf_hyperdflash.__version__}-")
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith(f"{PACKAGE.name}/")}
-    assert names == {path.relative_to(tmp_path).as_posix() for path in copied.rglob("*") if path.is_file()}
 
 
 def test_public_names_exist_and_are_documented():

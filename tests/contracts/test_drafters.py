@@ -6,6 +6,7 @@ import copy
 import random
 import threading
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 import torch
@@ -27,7 +28,6 @@ from ..helpers.headed_drafters import headed
 from ..helpers.loops import in_transformers_loop
 from ..helpers.medusa import medusa
 from ..helpers.saved_folder import furthest_from_the_law
-from ..helpers.training import rows, trainer_for, weights
 from ..helpers.unrolled import unrolled
 
 READ = {"target_layer_ids": [0, -1]}
@@ -141,23 +141,28 @@ PENALTY = LogitsProcessorList([stock.RepetitionPenaltyLogitsProcessor(1.7)])
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS | MORE)
-def test_texts_get_the_same_drafts_together_alone_and_again(kind, tmp_path):
-    """Over rounds in which texts come late and leave, take in none, a few or many tokens, and are asked for more or
-    fewer drafts, chains and trees. One text has a token alone, so that its context is empty."""
+def test_texts_get_the_same_drafts_together_alone_and_again(kind, tmp_path, monkeypatch):
+    """Over rounds in which texts come late and leave, take in none, a few or many tokens, at once or in parts, and are
+    asked for more or fewer drafts, chains and trees, also where the first try was broken off. One text has a token
+    alone, so that its context is empty."""
     target, drafter = (KINDS | MORE)[kind](tmp_path)
     chance, seen = random.Random(1), target_of(target)
-    texts = [prompt(length, seed=length) for length in (5, 1, 23, 9, 14)]
+    texts = [prompt(length, seed=length) for length in (5, 1, 300, 9, 14)]
     together, alone = ([drafter.new_context() for _ in texts] for _ in range(2))
     most, layers = drafter.max_draft_tokens or 5, drafter.layers_read(seen)
 
     def take_in(row):
         start, end = together[row].end, texts[row].shape[1] - 1
-        residual, positions = None, torch.arange(start, end)[None]
-        if layers:
-            residual = torch.randn(1, end - start, len(layers) * seen.streams, seen.config.hidden_size)
-        for context in (together[row], alone[row]):
-            drafter.extend(seen, context, residual, positions, texts[row][:, start + 1 :])
-            context.end = end
+        residual = torch.randn(1, end - start, len(layers) * seen.streams, seen.config.hidden_size)
+        for context, at_once in ((together[row], 500), (alone[row], 60)):
+            for first in range(start, max(end, start + 1), at_once):
+                last = min(first + at_once, end)
+                part, positions = residual[:, first - start : last - start], torch.arange(first, last)[None]
+                drafter.extend(seen, context, part if layers else None, positions, texts[row][:, first + 1 : last + 1])
+                context.end = last
+
+    def breaking_off(*args):
+        raise KeyboardInterrupt
 
     widest = 0
     for budget, processors in [(None, NONE), (9, NONE), (9, [NONE, BANNED]), (None, [PENALTY]), (16, [PENALTY])] * 2:
@@ -171,6 +176,10 @@ def test_texts_get_the_same_drafts_together_alone_and_again(kind, tmp_path):
             [DraftRequest(contexts[row], texts[row], *rest) for row, *rest in zip(rows, positions, counts, samplers)]
             for contexts in (together, alone)
         )
+        if PENALTY in processors:  # a round that is broken off leaves no trace
+            with monkeypatch.context() as broken, suppress(KeyboardInterrupt):
+                broken.setattr(type(PENALTY[0]), "__call__", breaking_off)
+                drafter.propose_batch(seen, joint)
         trees = drafter.propose_batch(seen, joint)
         for row, tree, request in zip(rows, trees, single):
             for own in (drafter.propose(seen, *request), drafter.propose(seen, *request)):
@@ -291,17 +300,6 @@ def test_what_is_saved_drafts_alike(kind, tmp_path):
         target.generate(ids, do_sample=False, max_new_tokens=12, assistant_model=one)
         found.append(one.last_stats.accepted)
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("kind", TRAINED)
-def test_a_step_of_training_moves_the_weights(kind, tmp_path):
-    target, drafter = KINDS[kind](tmp_path)
-    before, of_target = weights(drafter), weights(target)
-    recipe = {"recipe": drafter.recipe} if hasattr(drafter, "recipe") else {}
-    trainer_for(tmp_path, target, drafter, rows(4), max_steps=1, **recipe).train()
-    after = weights(drafter)
-    assert after.isfinite().all() and not torch.equal(before, after)
-    assert torch.equal(weights(target), of_target)
 
 
 @pytest.mark.parametrize("kind", mostly_nightly(["v4 dspark", *(kind for kind in TRAINED if kind != "v4 dspark")]))

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.decoding.stats import keep_trees
-from hf_hyperdflash.drafters.blocks.path import BlockPath
-from hf_hyperdflash.drafters.parts.heads import HEADS
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.parts.heads import HEADS, run_heads
 from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import prompt, tiny_target
 from ..helpers import families
 from ..helpers import oracle_heads as oracle
 from ..helpers.enumerated_draws import every_outcome
-from ..helpers.headed_drafters import headed, headless, proposed
-
-FIRST = torch.tensor([0])
+from ..helpers.headed_drafters import headed, proposed
 
 
 def expected_logits(drafter, target, hidden: torch.Tensor, previous: list[int]) -> list[torch.Tensor]:
@@ -140,18 +134,19 @@ def test_the_law_of_the_drafts_is_their_q(kind, candidates):
 def test_a_confidence_follows_its_formula(kind, reads_token):
     target, ids = tiny_target(layer_types=["sliding_attention"]), prompt(9)
     drafter = headed(target, kind, confidence_head=True, confidence_reads_token=reads_token)
-    weights = {name: value.double().numpy() for name, value in drafter.confidence_head.state_dict().items()}
+    head, weights = (
+        {name: value.double().numpy() for name, value in part.state_dict().items()} if part else {}
+        for part in (drafter.head, drafter.confidence_head)
+    )
     for temperatures in (None, [0.5, 1, 2.0, 0.7, 3.0, 0.9]):
         drafter.config.confidence_temperatures = temperatures
         tree, states = proposed(drafter, target, ids, count=4)
         assert tree.confidence.shape == (4,)
         for k, token in enumerate([int(ids[0, -1]), *tree.tokens[:3].tolist()]):
             remembered = None
-            if kind == "state" and reads_token:
-                remembered = oracle.normed(target.get_input_embeddings().weight[token].detach().double().numpy())
-            elif kind != "none" and reads_token:
-                codebook = drafter.head.predecessor_codebook if kind == "selector" else drafter.head.markov_w1.weight
-                remembered = codebook[token].detach().double().numpy()
+            if kind != "none" and reads_token:
+                embedded = target.get_input_embeddings().weight[token].detach().double().numpy()
+                remembered = oracle.remembered(kind, head, token, embedded)
             sure = oracle.confidence(
                 weights, states[k].double().numpy(), remembered, temperatures[k] if temperatures else 1.0
             )
@@ -159,50 +154,39 @@ def test_a_confidence_follows_its_formula(kind, reads_token):
 
 
 @pytest.mark.parametrize("kind", HEADS)
-@torch.no_grad()
-def test_a_confidence_knows_no_token_from_its_own_on(kind):
-    """Else how many drafts are verified would tell which they are, and sampled text would not be the target's."""
-    target = tiny_target(layer_types=["sliding_attention"])
-    drafter, hidden = headed(target, kind, confidence_head=True), torch.randn(1, 4, 32)
-
-    def sure(tokens: list[int]) -> torch.Tensor:
-        path = BlockPath(drafter, target_of(target), hidden)
-        return torch.cat([path(k, torch.tensor([token]), FIRST).confidence for k, token in enumerate([7, *tokens])])
-
-    one, other = sure([8, 9, 10]), sure([8, 30, 10])  # draft 1 differs
-    assert torch.equal(one[:2], other[:2]) and not torch.equal(one[2], other[2])
+def test_a_confidence_judges_drafts_and_does_not_shape_them(kind):
+    """Of a block in training: each loss has parameters of its own."""
+    drafter, ids = headed(tiny_target(), kind, confidence_head=True), torch.randint(0, 64, (5,))
+    hidden, embeds = (torch.randn(5, 32, requires_grad=True) for _ in range(2))
+    out = run_heads(hidden, ids, embeds, drafter.head, drafter.confidence_head)
+    out.confidence.sum().backward()
+    assert all(part.grad is None for part in (hidden, embeds, *drafter.head.parameters()))
+    assert all(part.grad.any() for part in drafter.confidence_head.parameters())
+    (out.states if out.vectors is None else out.vectors @ drafter.head.table.T).square().sum().backward()
+    assert all(part.grad.any() for part in drafter.head.parameters())
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [*((kind, {}) for kind in HEADS), ("state", {"tree_budget": 9})], ids=str
-)
-def test_what_the_head_chose_is_what_the_block_alone_would_not_draft(kind, options):
-    """By a drafter that has the same weights and no head, asked beside it in every round."""
-    target = v4()
+@pytest.mark.parametrize(("kind", "budget"), [*((kind, None) for kind in HEADS), ("state", 9)])
+def test_what_the_head_chose_is_what_the_block_alone_would_not_draft(kind, budget):
+    """Of each draft, and of each token of a text."""
+    target, told = tiny_target(layer_types=["sliding_attention"] * 2, vocab_size=6), []
     drafter = headed(target, kind)
-    bare, alone, made = headless(drafter), [], []
-    propose = drafter.propose
-
-    def beside(target, context, ids, positions, count, sampler):
-        greedy = DraftSampler(LogitsProcessorList(), do_sample=False)
-        alone.append(bare.propose(target, copy.deepcopy(context), ids, positions, count, greedy).tokens.tolist())
-        made.append(propose(target, context, ids, positions, count, sampler))
-        return made[-1]
-
-    drafter.propose = beside
+    for parameter in drafter.head.parameters():
+        parameter.data.mul_(2)
+    for seed in range(4):
+        assert proposed(drafter, target, prompt(9, seed, 6), budget=budget)[0].by_head is None  # nobody asks
+        with keep_trees(), torch.no_grad():
+            tree, states = proposed(drafter, target, prompt(9, seed, 6), budget=budget)
+            alone = target.lm_head(states).index_fill(1, torch.tensor([1]), -torch.inf).argmax(-1).tolist()
+        expected = [token != alone[depth - 1] for token, depth in zip(tree.tokens.tolist(), tree.depths)]
+        assert list(tree.by_head) == expected
+        told += expected
+    assert any(told)
     drafter.bind(target)
-    options = {"do_sample": False, "max_new_tokens": 24} | options
-    target.generate(prompt(9), assistant_model=drafter, **options)
-    assert made and all(tree.by_head is None for tree in made) and not any(drafter.last_stats.by_head)
-    alone.clear(), made.clear()
     with keep_trees():
-        target.generate(prompt(9), assistant_model=drafter, **options)
-    told = [by_head for tree in made for by_head in tree.by_head]
-    assert any(told) and told == [
-        token != block[depth - 1]
-        for tree, block in zip(made, alone, strict=True)
-        for token, depth in zip(tree.tokens.tolist(), tree.depths)
-    ]
+        target.generate(
+            prompt(9, 0, 6), assistant_model=drafter, do_sample=False, max_new_tokens=60, tree_budget=budget
+        )
     of_text = dict.fromkeys(range(drafter.last_stats.tokens), False)
     for kept in drafter.last_stats.trees:
         of_text |= zip(kept.tokens, [kept.drafts.by_head[node] for node in kept.accepted])

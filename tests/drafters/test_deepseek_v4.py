@@ -18,9 +18,8 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter
+from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, capture_residual
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
-from hf_hyperdflash.drafters.deepseek_v4.modeling_mtp import sliding_mask
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
@@ -37,46 +36,13 @@ from ..helpers.deepseek_checkpoints import (
     write,
     write_shards,
 )
-from ..helpers.loops import in_transformers_loop, proposed_by
-from ..helpers.oracle_deepseek_v4 import NaiveBlock
-from ..helpers.oracle_dspark import NaiveDSpark
+from ..helpers.loops import proposed_by
+from ..helpers.oracle_deepseek_v4 import NaiveDSpark, NaiveMTP
 
 WINDOW, BLOCK = 8, 5
 # The clamps of the experts' activations must matter.
 FIELDS = dict(swiglu_limit=0.8, hc_sinkhorn_iters=5, n_routed_experts=6, sliding_window=WINDOW)
 DRAWN = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)])
-
-
-class NaiveMTP(NaiveBlock):
-    """DeepSeek-V4's MTP block for one entry at a time."""
-
-    def __init__(self, tensors, config, embed, head):
-        super().__init__(tensors, "mtp.0.", config)
-        self.embed, self.head = embed.double(), head.double()
-
-    def logits(self, residual, next_ids, positions, drafts):
-        """Logits of the first draft and after each of `drafts`; `residual` is `[seq, hc_mult, hidden]`."""
-        keys, logits = [], []
-        for state, token, position in zip(residual.double(), next_ids, positions):
-            out = self.entry(state, token, int(position), keys)
-        logits.append(self.read(out))
-        for step, token in enumerate(drafts, start=1):
-            out = self.entry(out, token, int(positions[-1]) + step, keys)
-            logits.append(self.read(out))
-        return torch.stack(logits)
-
-    def entry(self, state, token, position, keys):
-        e = self.w["e_proj.weight"] @ self.norm(self.embed[token], "enorm.weight")
-        x = torch.stack([e + self.w["h_proj.weight"] @ self.norm(path, "hnorm.weight") for path in state])
-        read, put = self.mix(x, "hc_attn")
-        read = self.norm(read, "attn_norm.weight")
-        keys.append(self.key(read, position))
-        x = put(self.attention(read, position, keys[-self.config.sliding_window :]))
-        read, put = self.mix(x, "hc_ffn")
-        return put(self.experts(self.norm(read, "ffn_norm.weight")))
-
-    def read(self, x):
-        return self.head @ self.norm(self.collapse(x), "norm.weight")
 
 
 class Kind(NamedTuple):
@@ -94,86 +60,66 @@ KINDS = {
 }
 
 
-class Pair:
-    """A target, the drafter that a checkpoint of it has, and the oracle of the same tensors."""
+def as_it_is(name, tensor):
+    return tensor
 
-    def __init__(self, kind: Kind, folder, blocks: int | None = None, shape: Any = None, **fields) -> None:
-        self.kind, fields = kind, {**FIELDS, **(shape or {}), **fields}
+
+class Pair:
+    """A target, the drafter that a checkpoint of it has, and the oracle of the same tensors. `stored` says how a
+    tensor is in the checkpoint, `dtype` what its configuration names."""
+
+    def __init__(self, kind: Kind, folder, blocks=None, stored=as_it_is, dtype="float32", **fields) -> None:
+        self.kind, fields = kind, {**FIELDS, **fields}
         self.config = tiny_config(**{**fields, **kind.fields})
+        self.config.dtype = dtype
         self.tensors = random_tensors(kind.shapes(self.config, *([] if blocks is None else [blocks])))
+        self.stored = {name: stored(name, tensor) for name, tensor in self.tensors.items()}
         self.target = tiny_target(**fields)
-        self.drafter = kind.drafter.from_target(write(folder, self.config, self.tensors), dtype=torch.float32)
-        self.naive = naive_of(kind, self.tensors, self.config, self.target)
+        self.drafter = kind.drafter.from_target(write(folder, self.config, self.stored))
+        tables = self.target.get_input_embeddings().weight, self.target.get_output_embeddings().weight
+        self.naive = kind.naive(self.tensors, self.config, *(table.detach() for table in tables))
 
     def entries(self, length, seed=0, first=0):
         """Residual, positions and ids `[1, length + 1]` of an accepted sequence; the last is the anchor."""
         generator = torch.Generator().manual_seed(seed)
-        residual = torch.randn(1, length, self.drafter_streams, 32, generator=generator)
+        streams = getattr(self.drafter.config, "num_streams", self.drafter.config.hc_mult)
+        residual = torch.randn(1, length, streams, 32, generator=generator)
         return residual, torch.arange(first, first + length + 1)[None], prompt(length + 1, seed)
 
-    @property
-    def drafter_streams(self):
-        return getattr(self.drafter.config, "num_streams", self.drafter.config.hc_mult)
-
     def extend(self, context, sequence, start, stop):
-        extend(self.drafter, self.target, context, sequence, start, stop)
+        (residual, positions, ids), span = sequence, slice(start, stop)
+        following = ids[:, start + 1 : stop + 1]
+        self.drafter.extend(target_of(self.target), context, residual[:, span], positions[:, span], following)
 
     def drafted(self, context, sequence, stop, count=None, processors=None):
-        return drafted(self.drafter, self.target, context, sequence, stop, count or self.kind.most, processors)
+        """A tree after the sequence's first `stop + 1` tokens."""
+        _, positions, ids = (part[:, : stop + 1] for part in sequence)
+        sampler = DraftSampler(processors or LogitsProcessorList(), processors is not None)
+        return self.drafter.propose(target_of(self.target), context, ids, positions, count or self.kind.most, sampler)
 
     def from_scratch(self, sequence, stop, **options):
         context = self.drafter.new_context()
         self.extend(context, sequence, 0, stop)
         return self.drafted(context, sequence, stop, **options)
 
-    def assert_deepseeks(self, tree, logits, sequence, stop):
+    def said(self, sequence, stop, tokens):
+        """The oracle's logits of each draft where these are drafted, and confidences, if it has any."""
+        residual, positions, ids = (part[0] for part in sequence)
+        return self.naive.said(residual[:stop], positions[: stop + 1], ids[: stop + 1], tokens)
+
+    def assert_deepseeks(self, tree, sequence, stop, processors=None):
         tokens = tree.tokens.tolist()
-        expected, confidence = said_by(self.naive, sequence, stop, tokens)
-        torch.testing.assert_close(logits.double(), expected, atol=2e-5, rtol=1e-4)
+        expected, confidence = self.said(sequence, stop, tokens)
         assert expected[expected.isfinite()].std() > 0.1 and tree.is_chain  # not blind
-        if tree.q is None:
-            assert tokens == expected.argmax(-1).tolist()
+        if processors is None:
+            assert tree.q is None and tokens == expected.argmax(-1).tolist()
+        else:
+            law = processors(None, expected).softmax(-1)
+            torch.testing.assert_close(torch.stack(tree.q).double(), law, atol=1e-6, rtol=3e-4)
         if confidence is None:
             assert tree.confidence is None
         else:
-            torch.testing.assert_close(tree.confidence.double(), torch.sigmoid(confidence), atol=1e-5, rtol=1e-4)
-
-
-def naive_of(kind, tensors, config, target):
-    embed, head = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
-    return kind.naive(tensors, config, embed, head)
-
-
-def said_by(naive, sequence, stop, tokens):
-    """An oracle's logits of each draft where these are drafted, and confidences, if it has any."""
-    residual, positions, ids = sequence
-    if isinstance(naive, NaiveMTP):
-        return naive.logits(residual[0, :stop], ids[0, 1 : stop + 1], positions[0, :stop], tokens[:-1]), None
-    following = iter(tokens)
-    known = residual[0, :stop], positions[0, : stop + 1], int(ids[0, stop])
-    _, expected, confidence = naive.draft(*known, len(tokens), lambda scores: torch.tensor(next(following)))
-    return expected, confidence
-
-
-def extend(drafter, target, context, sequence, start, stop):
-    residual, positions, ids = sequence
-    span = slice(start, stop)
-    drafter.extend(target_of(target), context, residual[:, span], positions[:, span], ids[:, start + 1 : stop + 1])
-
-
-def drafted(drafter, target, context, sequence, stop, count, processors=None):
-    """A tree and the logits `[count, vocab_size]` it was drawn from, after the sequence's first `stop + 1` tokens."""
-    logits = []
-
-    class Listening(DraftSampler):
-        def scored(self, prefixes, step):
-            logits.append(step[0].float())
-            return super().scored(prefixes, step)
-
-    _, positions, ids = sequence
-    sampler = Listening(processors or LogitsProcessorList(), processors is not None)
-    tree = drafter.propose(target_of(target), context, ids[:, : stop + 1], positions[:, : stop + 1], count, sampler)
-    return tree, torch.stack(logits)
+            torch.testing.assert_close(tree.confidence.double(), confidence, atol=1e-5, rtol=1e-4)
 
 
 @pytest.fixture(params=KINDS)
@@ -190,15 +136,12 @@ def pair(kind, tmp_path):
 def test_drafts_are_deepseeks(pair, length, first):
     """Greedily, and drawn: a bias is added before the request's temperature, and `q` is what is drawn from."""
     sequence = pair.entries(length, seed=length, first=first)
-    tree, logits = pair.from_scratch(sequence, length)
-    assert tree.q is None and len(tree) == pair.kind.most and len(set(tree.tokens.tolist())) > 1
-    pair.assert_deepseeks(tree, logits, sequence, length)
-    fewer, _ = pair.from_scratch(sequence, length, count=2)
-    assert fewer.tokens.tolist() == tree.tokens[:2].tolist()
-    drawn, logits = pair.from_scratch(sequence, length, processors=DRAWN)
-    pair.assert_deepseeks(drawn, logits, sequence, length)
-    for q, scores in zip(drawn.q, logits, strict=True):
-        torch.testing.assert_close(q, DRAWN(None, scores[None]).softmax(-1)[0])
+    tree = pair.from_scratch(sequence, length)
+    assert len(tree) == pair.kind.most and len(set(tree.tokens.tolist())) > 1
+    pair.assert_deepseeks(tree, sequence, length)
+    assert pair.from_scratch(sequence, length, count=2).tokens.tolist() == tree.tokens[:2].tolist()
+    for processors in (LogitsProcessorList(), DRAWN):
+        pair.assert_deepseeks(pair.from_scratch(sequence, length, processors=processors), sequence, length, processors)
 
 
 @pytest.mark.parametrize(
@@ -214,13 +157,12 @@ def test_drafts_are_deepseeks(pair, length, first):
 def test_drafters_of_other_sizes(tmp_path, name, fields, shape, blocks):
     """The number of blocks is that of the checkpoint, whatever its config says of MTP layers."""
     kind = KINDS[name]._replace(fields=fields, most=fields.get("dspark_block_size", 3))
-    pair = Pair(kind, tmp_path, blocks, shape)
+    pair = Pair(kind, tmp_path, blocks, **shape)
+    sequence, drawn = pair.entries(12), LogitsProcessorList()
     if name == "dspark":
-        layers = len(pair.config.dspark_target_layer_ids)
         assert pair.drafter.num_draft_tokens == pair.drafter.max_draft_tokens == kind.most
-        assert len(pair.drafter.layers) == blocks and pair.drafter_streams == layers * pair.config.hc_mult
-    sequence = pair.entries(12)
-    pair.assert_deepseeks(*pair.from_scratch(sequence, 12), sequence, 12)
+        assert sequence[0].shape[2] == len(pair.config.dspark_target_layer_ids) * pair.config.hc_mult
+    pair.assert_deepseeks(pair.from_scratch(sequence, 12, processors=drawn), sequence, 12, drawn)
 
 
 @settings(max_examples=8, deadline=None)
@@ -228,23 +170,13 @@ def test_drafters_of_other_sizes(tmp_path, name, fields, shape, blocks):
 def test_round_by_round_drafts_are_deepseeks(tmp_path_factory, name, accepted, first):
     """However many tokens a round accepts, at once or one by one, within the window and beyond."""
     pair, accepted = Pair(KINDS[name], tmp_path_factory.mktemp("pair")), [1, *accepted]
-    sequence = pair.entries(sum(accepted), first=first)
+    sequence, drawn = pair.entries(sum(accepted), first=first), LogitsProcessorList()
     context, done = pair.drafter.new_context(), 0
     for count in accepted:
         pair.extend(context, sequence, done, done + count)
         done += count
-        tree, logits = pair.drafted(context, sequence, done)
-        pair.assert_deepseeks(tree, logits, sequence, done)
-    assert len(context) == min(done, WINDOW - (name == "mtp"))
-
-
-def test_a_long_context_keeps_only_the_window(tmp_path):
-    pair = Pair(KINDS["mtp"], tmp_path)
-    context = pair.drafter.new_context()
-    pair.extend(context, pair.entries(200), 0, 200)
-    assert context.keys.shape == (1, 1, WINDOW - 1, 16) and context.streams.shape == (1, 1, 4, 32)
-    assert context.keys.untyped_storage().nbytes() <= 2 * WINDOW * 16 * 4
-    assert context.streams.untyped_storage().nbytes() == context.streams.nbytes
+        tree = pair.drafted(context, sequence, done, processors=drawn)
+        pair.assert_deepseeks(tree, sequence, done, drawn)
 
 
 # As in training
@@ -252,14 +184,12 @@ def test_a_long_context_keeps_only_the_window(tmp_path):
 
 def test_mtps_rows_are_deepseeks(tmp_path):
     pair = Pair(KINDS["mtp"], tmp_path)
-    sequence = residual, positions, ids = pair.entries(20)
+    sequence = residual, _, ids = pair.entries(20)
     embeds, head = pair.target.get_input_embeddings()(ids[:, 1:]), pair.target.get_output_embeddings()
     logits = head(pair.drafter.collapse(pair.drafter(residual, embeds)))
     for stop in (1, 7, 9, 20):
-        expected, _ = said_by(pair.naive, sequence, stop, [0])
+        expected, _ = pair.said(sequence, stop, [0])
         torch.testing.assert_close(logits[:, stop - 1].double(), expected, atol=2e-5, rtol=1e-4)
-    again = pair.drafter(residual, embeds, positions[:, :-1], attention_mask=sliding_mask(20, 0, WINDOW, residual))
-    assert torch.equal(head(pair.drafter.collapse(again)), logits)
     logits.square().mean().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in pair.drafter.parameters())
 
@@ -342,35 +272,25 @@ FLOAT32 = ("hc_", "norm", "attn_sink", "gate.bias")
 
 
 def test_bfloat16_keeps_what_v4_keeps_in_float32(tmp_path, kind):
-    config, target = tiny_config(**{**FIELDS, **kind.fields}), tiny_target(**FIELDS)
-    tensors = random_tensors(kind.shapes(config))
-    stored = {
-        name: tensor if any(part in name for part in FLOAT32) else tensor.to(torch.bfloat16)
-        for name, tensor in tensors.items()
-    }
-    config.dtype = torch.bfloat16
-    drafter = kind.drafter.from_target(write(tmp_path, config, stored))
-    assert drafter.dtype == drafter.config.dtype == torch.bfloat16 and not drafter.training
-    assert_has(drafter, stored)
+    def stored(name, tensor):
+        return tensor if any(part in name for part in FLOAT32) else tensor.to(torch.bfloat16)
+
+    pair = Pair(kind, tmp_path, stored=stored, dtype=torch.bfloat16)
+    assert pair.drafter.dtype == pair.drafter.config.dtype == torch.bfloat16 and not pair.drafter.training
+    assert_has(pair.drafter, pair.stored)
     if Version(transformers.__version__) < Version("5.18"):
         return  # cannot run a bfloat16 V4
-    residual = torch.randn(1, 12, kind.streams, 32, generator=torch.Generator().manual_seed(0))
-    sequence, context = (residual, torch.arange(13)[None], prompt(13)), drafter.new_context()
-    extend(drafter, target, context, sequence, 0, 12)
-    tree, logits = drafted(drafter, target, context, sequence, 12, 3)
-    expected, confidence = said_by(naive_of(kind, tensors, config, target), sequence, 12, tree.tokens.tolist())
-    seen = expected.isfinite()
-    both = logits.double().where(seen, 0.0), expected.where(seen, 0.0)
-    assert torch.nn.functional.cosine_similarity(*both).min() > 0.98
-    assert confidence is None or (tree.confidence - torch.sigmoid(confidence)).abs().max() < 0.1
+    sequence = pair.entries(12)
+    tree = pair.from_scratch(sequence, 12, count=3, processors=LogitsProcessorList())
+    expected, confidence = pair.said(sequence, 12, tree.tokens.tolist())
+    laws = torch.stack(tree.q).double(), expected.softmax(-1)
+    assert torch.nn.functional.cosine_similarity(*laws).min() > 0.98
+    assert confidence is None or (tree.confidence - confidence).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", None])
 def test_numbers_are_the_checkpoints_where_nobody_says(tmp_path, dtype):
-    kind, config = KINDS["dspark"], tiny_config(**{**FIELDS, **dspark_fields()}, dtype=dtype)
-    config.dtype = dtype
-    drafter = kind.drafter.from_target(write(tmp_path, config, random_tensors(kind.shapes(config))))
-    assert drafter.dtype == getattr(torch, dtype or "bfloat16")
+    assert Pair(KINDS["dspark"], tmp_path, dtype=dtype).drafter.dtype == getattr(torch, dtype or "bfloat16")
 
 
 def test_from_a_loaded_target(pair, tmp_path):
@@ -416,32 +336,16 @@ def test_its_tensors_are_those_of_v4_flash_0731():
 
 
 @pytest.mark.parametrize("length", [3, 26])
-def test_generate_is_lossless_and_reads_the_targets_layers(pair, length):
-    """In our loop and transformers' own: every draft is what DeepSeek's drafter makes of stock hidden states."""
-    target, drafter = pair.target, pair.drafter
-    ids, options = prompt(length), dict(do_sample=False, max_new_tokens=14)
+def test_generate_reads_the_targets_layers(pair, length):
+    """Every draft is what DeepSeek's drafter makes of the target's states."""
+    target, ids, options = pair.target, prompt(length), dict(do_sample=False, max_new_tokens=14)
     expected = target.generate(ids, **options)
-    read = range(3) if pair.kind.streams == 12 else [2]
-    with torch.no_grad():
-        seen = stock_residuals(target, expected)
-    residual = torch.cat([seen[layer] for layer in read], dim=2)
-    drafter.bind(target)
-    out, trees = proposed_by(drafter, target, ids, **options)
-    assert torch.equal(out, expected) and torch.equal(in_transformers_loop(target, drafter, ids, **options), expected)
-    sequence, at = (residual, torch.arange(length + 15)[None], expected), length
-    for tree in trees:
-        logits, _ = said_by(pair.naive, sequence, at, tree)
-        assert tree == logits.argmax(-1).tolist()
-        following = expected[0, at + 1 : at + 1 + len(tree)].tolist()
-        accepted = next((k for k, (a, b) in enumerate(zip(tree, following)) if a != b), len(following))
+    with torch.no_grad(), capture_residual(target, [0, 1, 2] if pair.kind.streams == 12 else [2]) as captured:
+        target(expected)
+    pair.drafter.bind(target)
+    out, trees = proposed_by(pair.drafter, target, ids, **options)
+    assert torch.equal(out, expected) and len(trees) > 2
+    sequence, at = (captured[0], torch.arange(length + 15)[None], expected), length
+    for tree, accepted in zip(trees, pair.drafter.last_stats.accepted):
+        pair.assert_deepseeks(tree, sequence, at)
         at += 1 + accepted
-
-
-def stock_residuals(target, ids):
-    """The streams after each layer, by hooks of our own."""
-    found = []
-    handles = [layer.register_forward_hook(lambda m, a, out: found.append(out)) for layer in target.model.layers]
-    target(ids, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return found

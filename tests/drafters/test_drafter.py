@@ -157,39 +157,28 @@ def test_a_default_drafts_for_who_names_none():
     options = dict(do_sample=False, max_new_tokens=12)
     expected = target.generate(ids, **options)
     drafter, other = half_right(target, ids, max_new_tokens=12), Repeating(target)
+
+    def drafting(**given):
+        for each in (drafter, other):
+            each.remember(None)
+        assert torch.equal(target.generate(**{"input_ids": ids, **given}, **options), expected)
+        return [each for each in (drafter, other) if each.last_stats is not None]
+
     drafter.bind(target)
-    target.generate(ids, **options)
-    assert drafter.last_stats is None  # bound, and no default
+    assert drafting() == []  # bound, and no default
     drafter.bind(target, as_default=True)
     other.bind(target)  # which changes no default
-    for given in ({"inputs": ids}, {"input_ids": ids, "generation_config": GenerationConfig(**options)}):
-        drafter.remember(None)
-        assert torch.equal(target.generate(**given, **options), expected)
-        assert drafter.last_stats.tokens == 12 and drafter.last_stats.rounds < 11
-    drafter.remember(None)
-    assert torch.equal(target.generate(ids, assistant_model=None, **options), expected)
-    assert torch.equal(target.generate(ids, assistant_model=other, **options), expected)
-    assert drafter.last_stats is None and other.last_stats.tokens == 12
+    assert drafting() == drafting(generation_config=GenerationConfig(**options)) == [drafter]
+    assert drafter.last_stats.rounds < 11
+    assert drafting(assistant_model=None) == [] and drafting(assistant_model=other) == [other]
+    original, target = target, copy.deepcopy(target)
+    assert drafting() == []  # a copy has a default of its own, which is a copy
+    target = original
     other.bind(target, as_default=True)
-    other.remember(None)
-    assert torch.equal(target.generate(ids, **options), expected)
-    assert drafter.last_stats is None and other.last_stats.tokens == 12
+    assert drafting() == [other]
     other.unbind(target)
     drafter.bind(target)  # of which nothing is left
-    other.remember(None)
-    assert torch.equal(target.generate(ids, **options), expected)
-    assert drafter.last_stats is None and other.last_stats is None
-
-
-def test_a_default_goes_with_a_copy():
-    target, ids = tiny_target(hidden_size=64), prompt(9)
-    drafter = half_right(target, ids, max_new_tokens=12)
-    drafter.bind(target, as_default=True)
-    again = copy.deepcopy(target)
-    expected = target.generate(ids, do_sample=False, max_new_tokens=12)
-    drafter.remember(None)
-    assert torch.equal(again.generate(ids, do_sample=False, max_new_tokens=12), expected)
-    assert drafter.last_stats is None  # a drafter of its own
+    assert drafting() == []
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
-"""Attention of blocks through every implementation that runs here, the context's cache, and convolutions."""
+"""Norms, attention of blocks through every implementation that runs here, the context's cache."""
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,12 +7,10 @@ from hypothesis import strategies as st
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
-from hf_hyperdflash.drafters.parts.layers import CausalConvolution, ContextCache, DrafterRMSNorm
-from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.drafters.parts.layers import ContextCache, DrafterRMSNorm
 from hf_hyperdflash.training.data.blocks import block_mask
 
-from ..conftest import tiny_drafter, tiny_target
-from ..helpers import oracle_heads as oracle
+from ..conftest import tiny_drafter
 from ..helpers.refusals import Refusal
 
 
@@ -100,49 +95,6 @@ def test_a_context_is_its_accepted_tokens_whatever_blocks_come_between(steps, wi
         assert len(context) == len(visible)
         assert all(keys[0, 0, :, 1].tolist() == [t + 100 * i for t in visible] for i, (keys, _) in
                    enumerate(context.layers))  # fmt: skip
-
-
-def test_what_waits_for_the_next_block_counts(target):
-    drafter = tiny_drafter(tiny_target())
-    context = drafter.new_context()
-    for start, end in ((0, 20), (20, 23), (23, 25)):
-        residual, positions = torch.randn(1, end - start, 4, 32), torch.arange(start, end)[None]
-        drafter.extend(target_of(target), context, residual, positions, positions)
-        assert len(context) == end
-    assert context.pending[1].tolist() == [[23, 24]]
-    drafter.flush_pending(context)
-    assert context.pending is None and len(context) == 25 == context.layers[0][0].shape[2]
-
-
-# Convolutions
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    st.integers(2, 4), st.integers(0, 2), st.integers(1, 3), st.integers(1, 3), st.tuples(st.integers(1, 2),
-    st.integers(1, 3)), st.integers(0, 10**6),
-)  # fmt: skip
-def test_a_convolution_is_a_loop_over_each_block(taps, longer, group, groups, rows, seed):
-    """No slot sees a later one, or another block."""
-    config = SimpleNamespace(
-        block_size=taps + longer, conv_kernel_size=taps, hidden_size=group * groups, conv_group_size=group
-    )
-    torch.manual_seed(seed)
-    convolution, (batch, blocks) = CausalConvolution(config).double(), rows
-    for parameter in convolution.parameters():
-        torch.nn.init.normal_(parameter)
-    mixing = torch.randn(group * groups, group * groups, dtype=torch.float64)
-    x = torch.randn(batch, blocks * config.block_size, group * groups, dtype=torch.float64)
-    with torch.no_grad():
-        found = convolution(x, lambda normed: torch.tanh(normed @ mixing))
-    weights = {name: value.numpy() for name, value in convolution.state_dict().items()}
-    for row, of_row in zip(found, x):
-        for block, y in zip(of_row.split(config.block_size), row.split(config.block_size)):
-            expected = np.tanh(
-                oracle.convolved(weights, block.numpy(), block.numpy(), taps, group, 0) @ mixing.numpy()
-            )
-            expected = oracle.convolved(weights, block.numpy(), expected, taps, group, 1)
-            np.testing.assert_allclose(y, expected, atol=1e-12)
 
 
 def test_a_fresh_convolution_changes_nothing(target):

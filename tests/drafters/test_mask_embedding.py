@@ -11,14 +11,12 @@ from hf_hyperdflash.benchmark.doctor.diagnosis import Examination
 from hf_hyperdflash.benchmark.doctor.fit import check_mask_token
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.sampling import DraftSampler
-from hf_hyperdflash.hub.formats import FORMATS, check_expressible
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
 from hf_hyperdflash.training.losses.objective import collate, make_objective
 
 from ..conftest import prompt, tiny_drafter
 from ..helpers import families
-from ..helpers.refusals import Refusal
 from ..helpers.tokenizers import characters
 from ..helpers.training import rows
 
@@ -131,12 +129,6 @@ def test_a_vector_of_its_own_stands_where_a_token_would(qwen3, fields):
             assert torch.equal(qwen3.generate(batch, assistant_model=drafter, **options, **asked), plain)
             accepted.append(drafter.last_stats.accepted)
         assert accepted[0] == accepted[1]
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_no_other_layout_has_a_vector_of_its_own(qwen3, format):
-    drafter = own_vector(qwen3, target_layer_ids=[0])
-    Refusal(lambda: check_expressible(drafter.config, format, True), ("mask", "vector", "token")).check()
 
 
 def test_the_doctor_says_what_masks(qwen3):

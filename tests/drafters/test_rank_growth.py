@@ -104,105 +104,119 @@ RULES = [([2, 4, 10, 0], 2), ([1, 2, 3, 0], 3), ([2, 3, 0, 4], 1), ([3, 0, 2, 5]
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 9), st.sampled_from(RULES), st.booleans(), st.booleans()
-)
-def test_the_tree_is_the_best_of_all_nodes(seed, budget, count, rules, ranked, is_read):
-    """As the request's processors see them, each node's own prefix."""
+    st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 9), st.sampled_from(RULES), st.booleans(), st.booleans(),
+    st.sampled_from([None, 0.0, 0.05, 0.2, 0.999]),
+)  # fmt: skip
+def test_the_tree_is_the_best_of_all_nodes(seed, budget, count, rules, ranked, is_read, least):
+    """As the request's processors see them, each node's own prefix; and of those that are worth it, by what is known
+    of survival, not by the drafter's word."""
     branching, max_blocks = rules
     if not ranked:
         branching = branching[:1]
     talker, penalty = Talker(12, 3, seed, ranked), stock.RepetitionPenaltyLogitsProcessor(3.0)
+    survival = AcceptanceLine()
+    for told in (0.1, 0.5, 0.9) * 100:
+        survival.observe(told, told > 0.4)
 
     def scored(path, logits):
         return penalty(torch.tensor([[*IDS[0].tolist(), *path]]), logits[None])[0] if is_read else logits
 
-    tree = grown(count, sampler(budget, processors=[penalty] * is_read), talker, shape(branching, max_blocks))
-    nodes = all_nodes(talker, branching, max_blocks, count, scored)
-    best = sorted(nodes, key=lambda path: -nodes[path])[:budget]
+    drawn_by = sampler(budget, processors=[penalty] * is_read)
+    drawn_by = replace(drawn_by, node_admission=None if least is None else Admission(survival, least))
+    tree = grown(count, drawn_by, talker, shape(branching, max_blocks))
+    of_path = {
+        path: math.exp(value) for path, value in all_nodes(talker, branching, max_blocks, count, scored).items()
+    }
+    said = {path: value / of_path.get(path[:-1], 1.0) for path, value in of_path.items()}  # of the node alone
+    worth = of_path
+    if least is not None:
+        worth = {path: math.prod(survival(said[path[: k + 1]]) for k in range(len(path))) for path in said}
+    best = sorted((path for path in worth if worth[path] > (least or 0.0)), key=lambda path: -worth[path])[:budget]
     assert set(paths_of(tree)) == set(best) and len(tree) == len(best)
     assert len(talker.passes) <= max_blocks and max(talker.passes) <= budget and tree.q is None
+    if least is not None:
+        assert tree.confidence.tolist() == pytest.approx([said[path] for path in paths_of(tree)], rel=1e-4)
 
 
-@pytest.mark.parametrize("least", [0.0, 0.05, 0.2, 0.999])
-def test_a_tree_has_what_is_worth_it(least):
-    """By what is known of survival, not by the drafter's word."""
-    survival = AcceptanceLine()
-    for said in (0.1, 0.5, 0.9) * 100:
-        survival.observe(said, said > 0.4)
-    drawn_by = sampler(60)
-    drawn_by = replace(drawn_by, node_admission=Admission(survival, least))
-    tree = grown(6, drawn_by, Talker(12, 3, 6), shape([2, 4, 6, 0], 2))
-    said = {
-        path: math.exp(value) for path, value in all_nodes(Talker(12, 3, 6), [2, 4, 6, 0], 2, 6).items()
-    }  # of the whole path
-    of_node = {path: value / said.get(path[:-1], 1.0) for path, value in said.items()}
-    worth = {path: math.prod(survival(of_node[path[: k + 1]]) for k in range(len(path))) for path in of_node}
-    best = sorted((path for path in worth if worth[path] > least), key=lambda path: -worth[path])[:60]
-    assert set(paths_of(tree)) == set(best) and bool(best) == (least < 0.9)
-    assert tree.confidence.tolist() == pytest.approx([of_node[path] for path in paths_of(tree)], rel=1e-4)
+class Talkers:
+    """Drafters of several texts in one, which know by the blocks that others continue alone whose these are."""
+
+    def __init__(self, *talkers: Talker) -> None:
+        self.talkers, self.owners = talkers, []  # of each block its text, and its number there
+
+    def __call__(self, come_from: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
+        places = [self.owners[block] for block in come_from.tolist()]
+        assert places == sorted(places, key=lambda place: place[0])
+        steps = []
+        for text, talker in enumerate(self.talkers):
+            own = [at for at, (owner, _) in enumerate(places) if owner == text]
+            if own or not self.owners or not len(come_from):
+                numbers, start = torch.tensor([places[at][1] for at in own], dtype=torch.long), len(talker.made)
+                steps.append(talker(numbers, slots[own], tokens[own]))
+                self.owners += [(text, number) for number in range(start, len(talker.made))]
+        ranks = None if steps[0].ranks is None else torch.cat([step.ranks for step in steps])
+        return BlockStep(torch.cat([step.logits for step in steps]), ranks)
 
 
-LAWS = [(3, 2, 3, 5, 2), (3, 1, 3, 4, 3), (4, 2, 2, 3, 1)]  # vocabulary, slots, depth, budget, blocks
+# Vocabulary, slots, depth for each text, budget, blocks.
+LAWS = [(3, 2, [3], 5, 2), (3, 1, [3], 4, 3), (4, 2, [2], 3, 1), (2, 1, [1, 2], 3, 2)]
 
 
 @pytest.mark.parametrize("least", [None, 0.22])
-@pytest.mark.parametrize(("vocabulary", "slots", "depth", "budget", "max_blocks"), LAWS)
+@pytest.mark.parametrize(("vocabulary", "slots", "depths", "budget", "max_blocks"), LAWS)
 @pytest.mark.parametrize("rule", SAMPLING_RULES)
-def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, budget, max_blocks, least):
-    """Draws and verification together, as an exact law over whole rounds."""
-    target = Talker(vocabulary, 1, 77)
-
-    def p_after(path: tuple[int, ...]) -> torch.Tensor:
-        return target.logits(path, 0).double().softmax(-1)
-
+def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depths, budget, max_blocks, least):
+    """Draws and verification together, as an exact law over whole rounds. Texts that draft together know nothing of
+    each other."""
+    targets = [Talker(vocabulary, 1, 77 + text) for text in range(len(depths))]
     widest, most = 0, 0
 
-    def round_() -> tuple[int, ...]:
+    def p_after(text: int):
+        return lambda path: targets[text].logits(path, 0).double().softmax(-1)
+
+    def round_() -> tuple[tuple[int, ...], ...]:
         nonlocal widest, most
-        talker = Talker(vocabulary, slots, 5)
+        talkers = Talkers(*(Talker(vocabulary, slots, 5 + text) for text in range(len(depths))))
         drawn_by = sampler(budget, True)
         drawn_by = replace(drawn_by, node_admission=None if least is None else Admission(AcceptanceLine(), least))
-        tree = grown(depth, drawn_by, talker, shape([2, 3, 3, 1], max_blocks))
-        assert 1 <= len(tree) <= budget and max(tree.depths) <= depth and len(set(paths_of(tree))) == len(tree)
-        most = max(most, len(tree))
-        widest = max(widest, *(len(children) for children in tree.children.values()))
-        return tuple(token for token, _ in steps_by(rule, tree, p_after))
+        requests = [DraftRequest(None, IDS, IDS, depth, drawn_by) for depth in depths]
+        trees = grow_blocks(requests, talkers, shape([2, 3, 3, 1], max_blocks))
+        for tree, depth in zip(trees, depths):
+            assert 1 <= len(tree) <= budget and max(tree.depths) <= depth
+            assert len(set(paths_of(tree))) == len(tree)
+            most = max(most, len(tree))
+            widest = max(widest, *(len(children) for children in tree.children.values()))
+        return tuple(
+            tuple(token for token, _ in steps_by(rule, tree, p_after(text))) for text, tree in enumerate(trees)
+        )
 
-    law: dict[tuple[int, ...], float] = defaultdict(float)
-    for probability, text in every_outcome(round_):
-        law[text] += probability
+    law: dict[tuple, float] = defaultdict(float)
+    of_each: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in depths]
+    for probability, texts in every_outcome(round_):
+        law[texts] += probability
+        for of_text, text in zip(of_each, texts):
+            of_text[text] += probability
     assert widest > 1 if least is None else most < budget
-    assert_law_is_the_targets(law, p_after)
-
-
-@pytest.mark.parametrize("slots", [1, 2, 4])
-@pytest.mark.parametrize(("count", "budget"), [(8, 16), (8, 60), (5, 9), (4, 4)])
-def test_a_pass_draws_the_nodes_of_its_levels(slots, count, budget):
-    """Whatever ranks say: a draw is not the first for being the most probable one."""
-    sizes = level_sizes(count, budget)
-    for ranked in (False, True):
-        talker = Talker(40, slots, 7, ranked)
-        tree = grown(count, sampler(budget, True), talker, shape([1, 2, 3, 0][: 4 if ranked else 1], count))
-        of_pass = [tree.passes.count(level + 1) for level in range(max(tree.passes))]
-        due = [sum(sizes[: (level + 1) * slots]) for level in range(len(of_pass))]
-        assert sum(of_pass) == budget
-        if slots == 1:
-            assert [tree.depths.count(depth + 1) for depth in range(len(sizes))] == sizes
-        assert [sum(of_pass[: level + 1]) for level in range(len(of_pass))] == due
+    for texts, mass in law.items():
+        assert mass == pytest.approx(math.prod(of[text] for of, text in zip(of_each, texts)), abs=1e-6)
+    for text, of_text in enumerate(of_each):
+        assert max(map(len, of_text)) > 1
+        assert_law_is_the_targets(of_text, p_after(text))
 
 
 @pytest.mark.parametrize(("count", "budget", "passes"), [(5, 9, 1), (3, 9, 1), (6, 24, 2), (8, 30, 3), (4, 40, 2)])
-@pytest.mark.parametrize("told", [0, 400])
-def test_draws_are_those_that_are_accepted_most_often(count, budget, passes, told):
-    """All places that a pass could draw for, by the product of what is known of each node on the way."""
-    survival, slots = AcceptanceLine(), 3
+@pytest.mark.parametrize(("slots", "ranked", "told"), [(1, True, 0), (2, False, 0), (3, True, 0), (3, True, 400)])
+def test_draws_are_those_that_are_accepted_most_often(count, budget, passes, slots, ranked, told):
+    """All places that a pass could draw for, by the product of what is known of each node on the way. Ranks have no
+    say: a draw is not the first for being the most probable one."""
+    survival, sizes = AcceptanceLine(), level_sizes(count, budget)
     for _ in range(told):
         survival.observe(0.2, False)
         survival.observe(0.8, True)
         survival.observe(0.8, False)
-    drawn_by, talker = sampler(budget, True), Talker(60, slots, 11)
+    drawn_by, talker = sampler(budget, True), Talker(60, slots, 11, ranked)
     drawn_by = replace(drawn_by, node_admission=Admission(survival, 0.0) if told else None)
-    tree = grown(count, drawn_by, talker, shape([1, 0, 0, 0], passes))
+    tree = grown(count, drawn_by, talker, shape([1, 0, 0, 0] if ranked else [1], passes))
     later = ACCEPTED[1:]
 
     def chance(block: tuple, slot: int, rank: int) -> float:
@@ -234,72 +248,7 @@ def test_draws_are_those_that_are_accepted_most_often(count, budget, passes, tol
                 next_starts.append(((*block, (slot, node[-1])), node))
         assert sorted((worth[node] for node in nodes), reverse=True) == pytest.approx(best)
         due += len(nodes)
+        assert due == (budget if made == passes else sum(sizes[: made * slots]))
         # A later pass has no more blocks than there is room for nodes.
         starts = sorted(next_starts, key=lambda start: -worth[start[1]])[: budget - due]
     assert due == len(tree) == budget
-
-
-class Talkers:
-    """Drafters of several texts in one, which know by the blocks that others continue alone whose these are."""
-
-    def __init__(self, *talkers: Talker) -> None:
-        self.talkers, self.owners = talkers, []  # of each block its text, and its number there
-
-    def __call__(self, come_from: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
-        places = [self.owners[block] for block in come_from.tolist()]
-        assert places == sorted(places, key=lambda place: place[0])
-        steps = []
-        for text, talker in enumerate(self.talkers):
-            own = [at for at, (owner, _) in enumerate(places) if owner == text]
-            if own or not self.owners or not len(come_from):
-                numbers, start = torch.tensor([places[at][1] for at in own], dtype=torch.long), len(talker.made)
-                steps.append(talker(numbers, slots[own], tokens[own]))
-                self.owners += [(text, number) for number in range(start, len(talker.made))]
-        ranks = None if steps[0].ranks is None else torch.cat([step.ranks for step in steps])
-        return BlockStep(torch.cat([step.logits for step in steps]), ranks)
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    st.lists(st.integers(1, 9), min_size=2, max_size=4), st.integers(1, 24), st.sampled_from(RULES), st.booleans(),
-    st.integers(0, 10**6),
-)  # fmt: skip
-def test_each_text_has_the_tree_that_it_has_alone(counts, budget, rules, is_read, seed):
-    processors = [stock.RepetitionPenaltyLogitsProcessor(3.0)] if is_read else []
-    talkers = [Talker(12, 3, seed + text) for text in range(len(counts))]
-    requests = [DraftRequest(None, IDS, IDS, count, sampler(budget, processors=processors)) for count in counts]
-    trees = grow_blocks(requests, Talkers(*talkers), shape(*rules))
-    for text, (tree, count) in enumerate(zip(trees, counts)):
-        talker = Talker(12, 3, seed + text)
-        alone = grown(count, sampler(budget, processors=processors), talker, shape(*rules))
-        assert tree.tokens.tolist() == alone.tokens.tolist() and tree.parents == alone.parents
-        assert tree.passes == alone.passes and talkers[text].made == talker.made
-
-
-@pytest.mark.parametrize("rule", SAMPLING_RULES)
-def test_texts_with_trees_that_are_drawn_together_are_the_targets_and_know_nothing_of_each_other(rule):
-    """The joint law of two texts, by every way that draws can go."""
-    targets = [Talker(2, 1, seed) for seed in (77, 78)]
-
-    def p_after(text: int):
-        return lambda path: targets[text].logits(path, 0).double().softmax(-1)
-
-    def round_() -> tuple[tuple[int, ...], ...]:
-        requests = [DraftRequest(None, IDS, IDS, count, sampler(3, True)) for count in (1, 2)]
-        trees = grow_blocks(requests, Talkers(Talker(2, 1, 5), Talker(2, 1, 6)), shape([2, 2, 2, 1], 2))
-        return tuple(
-            tuple(token for token, _ in steps_by(rule, tree, p_after(text))) for text, tree in enumerate(trees)
-        )
-
-    law: dict[tuple, float] = defaultdict(float)
-    for probability, texts in every_outcome(round_):
-        law[texts] += probability
-    of_each: list[dict[tuple[int, ...], float]] = [defaultdict(float), defaultdict(float)]
-    for texts, mass in law.items():
-        for of_text, text in zip(of_each, texts):
-            of_text[text] += mass
-    for texts, mass in law.items():
-        assert mass == pytest.approx(of_each[0][texts[0]] * of_each[1][texts[1]], abs=1e-6)
-    assert any(len(text) == 3 for text in of_each[1])
-    for text, of_text in enumerate(of_each):
-        assert_law_is_the_targets(of_text, p_after(text))

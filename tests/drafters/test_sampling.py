@@ -208,32 +208,6 @@ def test_a_tree_is_scored_path_by_path(tree, names, seed):
     assert not DraftSampler(LogitsProcessorList([*known, Remembering()]), True).has_all_processors
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_path_is_told_each_token_that_was_chosen(do_sample):
-    """The one that the request's processors left, not the one that the drafter liked best; and where it stands."""
-    forbidden, told = torch.tensor([7]), []
-    processors = LogitsProcessorList([stock.SuppressTokensLogitsProcessor([7])])
-
-    def steps(k: int, token: torch.Tensor, rows: torch.Tensor) -> DraftStep:
-        told.append((k, token.tolist()))
-        assert rows.tolist() == [0]
-        logits = torch.zeros(1, VOCAB).index_fill(1, forbidden, 9.0)
-        return DraftStep(logits.index_fill(1, (token + 1) % VOCAB, 5.0))
-
-    ids = torch.tensor([[3, 6]])
-    tree = DraftSampler(processors, do_sample).grow(ids, 4, steps)
-    tokens = tree.tokens.tolist()
-    assert told == [(k, [token]) for k, token in enumerate([6, *tokens[:-1]])]
-    assert ids.tolist() == [[3, 6]] and 7 not in tokens and tree.is_chain
-    if do_sample:
-        for (_, (before,)), q in zip(told, tree.q):
-            expected = [0.0 if b == 7 else math.exp(5.0 if b == (before + 1) % VOCAB else 0.0) for b in range(VOCAB)]
-            assert q.tolist() == pytest.approx([each / sum(expected) for each in expected])
-    else:
-        assert tree.q is None and tokens[1:] == [token + 1 for token in tokens[:-1]]
-    assert len(DraftSampler(processors, do_sample).grow(ids, 0, steps)) == 0
-
-
 def test_chains_that_are_drawn_in_step_have_the_joint_law_of_chains_that_are_drawn_alone():
     """By every way that draws can go, where one text's processor reads the drafts before, and another's does not."""
     logits = 3 * torch.randn(2, 2, 3, 3)  # of a text, a draft position, and the token before

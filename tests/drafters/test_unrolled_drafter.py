@@ -6,168 +6,58 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_hyperdflash import (
-    Eagle3Drafter,
-    SpecBlockDrafter,
-    capture_residual,
-)
+from hf_hyperdflash import Eagle3Drafter, capture_residual
 from hf_hyperdflash.drafters import reading as reading_drafter
 from hf_hyperdflash.drafters.sampling import DraftSampler
-from hf_hyperdflash.drafters.unrolled import drafter as unrolled_drafter
-from hf_hyperdflash.drafters.unrolled.unrolling import Unrolling
 from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.trees.tree import ANCHOR
 
-from ..conftest import CSA, SLIDING, mostly_nightly, prompt
-from ..helpers import families
-from ..helpers.device_pairs import assert_same_text, small_qwen3, small_target
+from ..conftest import mostly_nightly, prompt
+from ..helpers import families, oracle_specblock
+from ..helpers.device_pairs import assert_same_text, small_qwen3
 from ..helpers.schedules import Asked
-from ..helpers.unrolled import unrolled
+from ..helpers.unrolled import specblock_oracle, unrolled
 
-NONE = LogitsProcessorList()
 KINDS = {"specblock": {"block_size": 3, "max_blocks": 2}, "eagle3": {"max_blocks": 5}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gate_is_inherited(kind):
-    target = small_target([CSA])
-    made = SpecBlockDrafter if kind == "specblock" else Eagle3Drafter
-    drafter = made.from_target(target, reducer="hc_gate", dtype=torch.bfloat16)
-    assert torch.equal(drafter.hc_gate.hc_fn, target.model.hc_head.hc_fn) and drafter.dtype == torch.bfloat16
-    assert drafter.hc_gate.hc_fn.dtype == torch.float32
-    assert drafter.target_layer_ids == [-1] and drafter.config.num_streams == 4
-    drafter.bind(target)
-    plain = target.generate(prompt(8), do_sample=False, max_new_tokens=12)
-    out = target.generate(prompt(8), do_sample=False, max_new_tokens=12, assistant_model=drafter, tree_budget=6)
-    assert torch.equal(out, plain)
-
-
-class Listening(DraftSampler):
-    """Keeps what the drafts of a chain are drawn from."""
-
-    def __init__(self, schedule: Asked | None = None) -> None:
-        super().__init__(LogitsProcessorList(), True, chain_admission=schedule)
-        self.seen = []
-
-    def blind(self, ids, logits):
-        self.seen += [(ids, each) for each in logits[0].softmax(-1)]
-        return super().blind(ids, logits)
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("shift", [True, False])
-def test_a_specblock_drafter_has_a_shift_between_two_layers(shift):
-    drafter = unrolled("specblock", small_target([SLIDING]), num_hidden_layers=3, shift=shift)
-    saved = {name for name in drafter.state_dict() if name.startswith("shift_proj.")}
-    assert saved == ({"shift_proj.0.weight", "shift_proj.1.weight"} if shift else set())
-
-
-def ready(kind, ids, **fields):
-    """A target, a drafter, a context of all of `ids` but the last, and a function that adds these to another one."""
+@pytest.mark.parametrize(("length", "budget"), [(20, None), *((length, 14) for length in (18, 19, 20))])
+def test_a_draft_of_a_block_is_drawn_from_what_its_slot_says(length, budget):
+    """Chains and trees, block by block as the oracle makes them: the first child of each node is drawn from all that
+    the slot says, and later children and last slots begin blocks of their own. Buffers grow between the blocks of
+    some rounds, and no block is run where nothing more is admitted."""
     torch.manual_seed(0)
-    target = families.qwen3().eval()
-    drafter, seen = unrolled(kind, target, **{**KINDS[kind], **fields}), target_of(target)
+    ids, target = prompt(length), families.qwen3().eval()
+    drafter, seen, slots = unrolled("specblock", target, block_size=3, max_blocks=3), target_of(target), 3
     with capture_residual(target, drafter.target_layer_ids) as captured:
         target(ids[:, :-1])
-
-    def filled():
-        context = drafter.new_context()
-        drafter.extend(seen, context, captured[0], torch.arange(ids.shape[1] - 1)[None], ids[:, 1:])
-        return context
-
-    return seen, drafter, filled
-
-
-def test_a_chain_of_blocks_is_drawn_block_by_block():
-    """Each draft from what its own slot says; and no further block where nothing more is admitted."""
-    ids, positions = prompt(20), torch.arange(20)[None]
-    target, drafter, filled = ready("specblock", ids, max_blocks=3)
-    context = filled()
-
-    def drafted(count, schedule=None):
-        sampler = Listening(schedule)
-        torch.manual_seed(1)
-        return drafter.propose(target, context, ids, positions, count, sampler), sampler.seen
-
-    tree, seen = drafted(8)
-    assert tree.is_chain and tree.passes == (1, 1, 1, 2, 2, 2, 3, 3) and len(seen) == 8
-    for k, (text, q) in enumerate(seen):
-        assert torch.equal(tree.q[k], q)
-        assert text[0].tolist() == [*ids[0].tolist(), *tree.tokens[: k - k % 3].tolist()]
-    schedules = {3: Asked(most=3), 4: Asked(refused=4), 5: Asked(most=5), 6: Asked(refused=6)}
-    for count, schedule in schedules.items():
-        part, asked = drafted(8, schedule)
-        assert len(part) == count and part.passes == tree.passes[:count]
-        assert len(asked) == {3: 3, 4: 6, 5: 6, 6: 8}[count]  # what a further block says is not known before its pass
-
-
-def once(function):
-    """A function that is interrupted from its second call on."""
-    calls = iter([function])
-
-    def called(*given):
-        for first in calls:
-            return first(*given)
-        raise KeyboardInterrupt
-
-    return called
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_context_is_left_as_it_was(kind, monkeypatch):
-    """Whatever is drafted, a long prompt in parts, and when drafting is broken off."""
-    ids, positions, found = prompt(33), torch.arange(33)[None], []
-    target, drafter, filled = ready(kind, ids)
-    for at_once in (256, 7):
-        monkeypatch.setattr(unrolled_drafter, "_ENTRIES_AT_ONCE", at_once)
-        context = filled()
-        before = [[part.clone() for part in layer] for layer in context.layers]
-        for budget in (None, 8):
-            sampler = DraftSampler(NONE, False, budget)
-            found.append(drafter.propose(target, context, ids, positions, 5, sampler))
-        with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-            broken.setattr(drafter, "drafted_logits", once(drafter.drafted_logits))
-            drafter.propose(target, context, ids, positions, 5, DraftSampler(NONE, False))
-        for layer, kept in zip(context.layers, before):
-            assert all(torch.equal(part, other) for part, other in zip(layer, kept))
-    for one, other in zip(found[:2], found[2:]):
-        assert one.parents == other.parents and torch.equal(one.tokens, other.tokens)
-    assert len(found[0]) == 5 and len(found[1]) == 8
-
-
-@pytest.mark.parametrize("moves", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_a_chain_goes_on_as_a_tree_of_one_path(kind, moves):
-    target, drafter, filled = ready(kind, prompt(12))
-    drafter.moves_positions, size = moves, drafter.config.block_size
-    context, found = filled(), []
-    for is_chain in (True, False):
-        unrolling, states = Unrolling(drafter, target, [context]), []
-        for number, token in enumerate(torch.tensor([[5], [7], [11]])):
-            if is_chain:
-                states.append(unrolling.extend_chain(token))
-            else:
-                states.append(unrolling.branch(torch.tensor([number]), torch.tensor([size - 1]), token))
-        found.append(torch.cat(states))
-    assert found[0].shape == (3, size, drafter.config.hidden_size)
-    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_a_buffer_may_grow_between_the_blocks_of_a_round(kind):
-    """The blocks that are there are still seen."""
-    target, drafter, filled = ready(kind, prompt(10))
-    states = []
-    for blocks in (9, 1):  # that there is room for
-        context = filled()
-        drafter.flush_pending(target, [context])
-        columns = context.length + blocks * drafter.config.block_size
-        context.buffer = [tuple(part[:, :, :columns].clone() for part in own) for own in context.buffer]
-        unrolling = Unrolling(drafter, target, [context])
-        states.append(torch.cat([unrolling.extend_chain(torch.tensor([token])) for token in (5, 9, 33)]))
-        assert (context.buffer[0][0].shape[2] > columns) == (blocks == 1)
-    torch.testing.assert_close(states[1], states[0])
+    context, positions = drafter.new_context(), torch.arange(length)[None]
+    for part in (slice(0, 1), slice(1, length - 1)):
+        following = ids[:, part.start + 1 : part.stop + 1]
+        drafter.extend(seen, context, captured[0][:, part], positions[:, part], following)
+    tree = drafter.propose(seen, context, ids, positions, 8, DraftSampler(LogitsProcessorList(), True, budget))
+    tensors, shape = specblock_oracle(drafter, target)
+    known = oracle_specblock.blocks(tensors, shape, drafter.condition(captured[0])[0], seen.embed(ids[:, 1:])[0])
+    places = {ANCHOR: (known[-1], 0, [])}  # of a node's children: block, slot, and the blocks and slots before
+    for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens)):
+        block, slot, path = places[parent]
+        is_first = parent not in tree.parents[:node]
+        if is_first:
+            logits = oracle_specblock.logits(tensors, shape, block.hidden[slot])
+            torch.testing.assert_close(tree.q[node], logits.softmax(-1), atol=1e-5, rtol=1e-3)
+        assert tree.passes[node] == len(path) + 1
+        places[node] = block, slot + 1, path
+        if not is_first or slot == slots - 1:
+            path = [*path, (block, slot)]
+            embed = seen.embed(token.view(1, 1))[0, 0]
+            places[node] = oracle_specblock.later_block(tensors, shape, known, length - 2, path, embed), 0, path
+    assert len(tree) == (budget or 8) and max(tree.passes) == 3 and tree.is_chain == (budget is None)
+    admissions = {3: Asked(most=3), 4: Asked(refused=4), 5: Asked(most=5), 6: Asked(refused=6)}
+    for count, admission in admissions.items() if budget is None else ():
+        sampler = DraftSampler(LogitsProcessorList(), True, chain_admission=admission)
+        part = drafter.propose(seen, context, ids, positions, 8, sampler)
+        assert part.passes == tree.passes[:count] and len(admission.signals) == min(count + 1, admission.most)
 
 
 @pytest.mark.parametrize("options", mostly_nightly([{"tree_budget": 8}, {"do_sample": True}]), ids=str)

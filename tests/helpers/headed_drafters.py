@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -43,6 +42,13 @@ def learned(drafter: HyperDFlashDrafter) -> HyperDFlashDrafter:
     return drafter
 
 
+def residual_before(drafter: HyperDFlashDrafter, length: int) -> torch.Tensor:
+    """Of the tokens before an anchor, `[1, length, config.num_streams, config.target_hidden_size]`, the same for each
+    drafter and each length as far as they go."""
+    generator, config = torch.Generator().manual_seed(3), drafter.config
+    return torch.randn(1, length, config.num_streams, config.target_hidden_size, generator=generator)
+
+
 def proposed(
     drafter: HyperDFlashDrafter,
     target: Any,
@@ -50,19 +56,18 @@ def proposed(
     do_sample: bool = False,
     processors: Any = (),
     count: int | None = None,
+    budget: int | None = None,
 ) -> tuple[DraftTree, torch.Tensor]:
-    """What is drafted after `ids`, the same residual for each drafter, and the block's states that it comes from,
-    `[drafts, config.target_hidden_size]`."""
-    config, length = drafter.config, ids.shape[1] - 1
+    """What is drafted after `ids`, a chain or a tree of at most `budget` nodes, and the block's states that it comes
+    from, `[drafts, config.target_hidden_size]`."""
+    config, seen, length = drafter.config, target_of(target), ids.shape[1] - 1
     count = drafter.max_draft_tokens if count is None else count
-    context, generator = drafter.new_context(), torch.Generator().manual_seed(3)
-    residual = torch.randn(1, length, config.num_streams, config.target_hidden_size, generator=generator)
-    drafter.extend(target_of(target), context, residual.to(drafter.dtype), torch.arange(length)[None], ids[:, 1:])
-    drafter.flush_pending(context)
-    block, positions = block_inputs(ids[:, -1:], torch.tensor([[length]]), config.block_size, config.mask_token_id)
+    residual, positions = residual_before(drafter, length).to(drafter.dtype), torch.arange(length + 1)[None]
+    block, ahead = block_inputs(ids[:, -1:], torch.tensor([[length]]), config.block_size, config.mask_token_id)
     with torch.no_grad():
-        hidden = drafter(target_of(target).embed(block), positions, copy.deepcopy(context))
-    first = 0 if config.sample_from_anchor else 1
-    sampler = DraftSampler(LogitsProcessorList(processors), do_sample)
-    tree = drafter.propose(target_of(target), context, ids, torch.arange(length + 1)[None], count, sampler)
+        hidden = drafter(seen.embed(block), ahead, residual=residual, residual_position_ids=positions[:, :-1])
+    context, first = drafter.new_context(), 0 if config.sample_from_anchor else 1
+    drafter.extend(seen, context, residual, positions[:, :-1], ids[:, 1:])
+    sampler = DraftSampler(LogitsProcessorList(processors), do_sample, budget)
+    tree = drafter.propose(seen, context, ids, positions, count, sampler)
     return tree, hidden[0, first : first + count]

@@ -1,7 +1,4 @@
-"""An independent oracle of the EAGLE-3 drafter: naive loops over positions, heads and keys, no batches, no masks.
-
-Everything is computed in the dtype of the tensors given (use float64 in comparisons) and stays differentiable.
-"""
+"""An independent oracle of the EAGLE-3 drafter: loops over positions, no batches, no masks."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from .oracle_layers import layer, norm
 
 Vectors = Sequence[Tensor] | Tensor
 
@@ -44,69 +43,19 @@ class Entry:
     before: Entry | None = None
 
 
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of one vector."""
-    return weight * x / torch.sqrt((x * x).sum() / x.numel() + eps)
-
-
-def _rotate(x: Tensor, position: int, theta: float, rotary: int = 0) -> Tensor:
-    """RoPE of one head's vector, pair by pair: element i turns together with element i + dim/2, of the first `rotary`
-    elements."""
-    dim = rotary or x.numel()
-    half = dim // 2
-    turned = list(x)
-    for i in range(half):
-        angle = position * theta ** (-2 * i / dim)
-        cos, sin = math.cos(angle), math.sin(angle)
-        turned[i] = x[i] * cos - x[i + half] * sin
-        turned[i + half] = x[i + half] * cos + x[i] * sin
-    return torch.stack(turned)
-
-
-def _heads(
-    tensors: dict[str, Tensor], shape: Shape, name: str, a: Tensor, position: int | None, of: str = "midlayer"
-) -> list[Tensor]:
-    """The q, k or v vectors of one entry, one per head; normed where the weight exists, rotated given a position."""
-    flat = tensors[f"{of}.self_attn.{name}_proj.weight"] @ a
-    norm = tensors.get(f"{of}.self_attn.{name}_norm.weight")
-    heads = []
-    for h in range(shape.kv_heads if name in ("k", "v") else shape.heads):
-        x = flat[h * shape.head_dim : (h + 1) * shape.head_dim]
-        if norm is not None:
-            x = _rms(x, norm, shape.eps)
-        heads.append(x if position is None else _rotate(x, position, shape.rope_theta, shape.rotary))
-    return heads
-
-
-def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of one head's query over the keys it sees."""
-    scale = query.numel() ** -0.5
-    weights = torch.softmax(torch.stack([(query * key).sum() * scale for key in keys]), dim=0)
-    result = torch.zeros_like(values[0])
-    for weight, value in zip(weights, values, strict=True):
-        result = result + weight * value
-    return result
-
-
-def _mlp(tensors: dict[str, Tensor], x: Tensor, of: str = "midlayer") -> Tensor:
-    """The gated MLP of one vector."""
-    gate = tensors[f"{of}.mlp.gate_proj.weight"] @ x
-    up = tensors[f"{of}.mlp.up_proj.weight"] @ x
-    return tensors[f"{of}.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
-
-
 def _layer(tensors: dict[str, Tensor], shape: Shape, g: Tensor, e: Tensor, seen: list[Entry], position: int) -> Entry:
     """The layer for one entry of hidden g and embedding e that sees the entries `seen` and itself."""
-    normed = _rms(g, tensors["midlayer.hidden_norm.weight"], shape.eps)
-    a = torch.cat([_rms(e, tensors["midlayer.input_layernorm.weight"], shape.eps), normed])
-    residual = normed if shape.norm_before_residual else g
+    normed = norm(tensors["midlayer.hidden_norm.weight"], g, shape.eps)
+    a = torch.cat([norm(tensors["midlayer.input_layernorm.weight"], e, shape.eps), normed])
     depth = 1 + max([int(name.split(".")[1]) for name in tensors if name.startswith("layers.")], default=0)
-    first = [_of_layer(entry, depth - 1) for entry in seen]
-    entry = _attended(tensors, shape, residual, a, first, position, "midlayer")
-    for layer in range(1, depth):  # as any Llama's
-        a = _rms(entry.out, tensors[f"layers.{layer}.input_layernorm.weight"], shape.eps)
-        known = [_of_layer(entry, depth - 1 - layer) for entry in seen]
-        entry = _attended(tensors, shape, entry.out, a, known, position, f"layers.{layer}", entry)
+    entry, state = None, normed if shape.norm_before_residual else g
+    for number in range(depth):
+        of = f"layers.{number}" if number else "midlayer"
+        if entry is not None:  # as any Llama's
+            state, a = entry.out, norm(tensors[f"{of}.input_layernorm.weight"], entry.out, shape.eps)
+        known = [_of_layer(earlier, depth - 1 - number) for earlier in seen]
+        known = [(earlier.keys, earlier.values) for earlier in known]
+        entry = Entry(position, *layer(tensors, shape, of, state, a, position, known), entry)
     return entry
 
 
@@ -118,39 +67,14 @@ def _of_layer(entry: Entry, back: int) -> Entry:
     return entry
 
 
-def _attended(
-    tensors: dict[str, Tensor],
-    shape: Shape,
-    residual: Tensor,
-    a: Tensor,
-    seen: list[Entry],
-    position: int,
-    of: str,
-    before: Entry | None = None,
-) -> Entry:
-    """One layer's attention over what it made of `seen` and of `a`, added to `residual`, and its MLP."""
-    queries = _heads(tensors, shape, "q", a, position, of)
-    keys = _heads(tensors, shape, "k", a, position, of)
-    values = _heads(tensors, shape, "v", a, None, of)
-    attended = []
-    for h, query in enumerate(queries):
-        group = h // (shape.heads // shape.kv_heads)
-        head_keys = [entry.keys[group] for entry in seen] + [keys[group]]
-        head_values = [entry.values[group] for entry in seen] + [values[group]]
-        attended.append(_attend(query, head_keys, head_values))
-    r = residual + tensors[f"{of}.self_attn.o_proj.weight"] @ torch.cat(attended)
-    out = r + _mlp(tensors, _rms(r, tensors[f"{of}.post_attention_layernorm.weight"], shape.eps), of)
-    return Entry(position, out, keys, values, before)
-
-
 def _fuse(tensors: dict[str, Tensor], shape: Shape, feature: Tensor) -> Tensor:
     """The hidden of a text entry from its token's three target states; `fc_norm` wins over `norm_before_fc`."""
     if shape.fc_norm:
         third = feature.numel() // 3
         parts = [feature[j * third : (j + 1) * third] for j in range(3)]
-        feature = torch.cat([_rms(part, tensors[f"fc_norm.{j}.weight"], shape.eps) for j, part in enumerate(parts)])
+        feature = torch.cat([norm(tensors[f"fc_norm.{j}.weight"], part, shape.eps) for j, part in enumerate(parts)])
     elif shape.norm_before_fc:
-        feature = _rms(feature, tensors["input_norm.weight"], shape.eps)
+        feature = norm(tensors["input_norm.weight"], feature, shape.eps)
     return tensors["fc.weight"] @ feature
 
 
@@ -165,13 +89,13 @@ def entries(tensors: dict[str, Tensor], shape: Shape, features: Vectors, embeds:
 def further(tensors: dict[str, Tensor], shape: Shape, known: list[Entry], path: list[Entry], embed: Tensor) -> Entry:
     """The entry after the last of `path` (after the last of `known` if it is empty), sees both and itself."""
     before = path[-1] if path else known[-1]
-    g = _rms(before.out, tensors["norm.weight"], shape.eps) if shape.norm_output else before.out
+    g = norm(tensors["norm.weight"], before.out, shape.eps) if shape.norm_output else before.out
     return _layer(tensors, shape, g, embed, known + path, before.position + 1)
 
 
 def logits(tensors: dict[str, Tensor], shape: Shape, out: Tensor) -> Tensor:
     """The logits over the draft vocabulary of an entry's `out`, which is always the one before the final norm."""
-    scores = tensors["lm_head.weight"] @ _rms(out, tensors["norm.weight"], shape.eps)
+    scores = tensors["lm_head.weight"] @ norm(tensors["norm.weight"], out, shape.eps)
     return shape.cap * torch.tanh(scores / shape.cap) if shape.cap else scores
 
 

@@ -1,4 +1,4 @@
-"""Sequential heads, the confidence and the convolution from their papers' formulas: one draft position and one token
+"""Sequential heads and the confidence from their papers' formulas: one draft position and one token
 of the vocabulary at a time, in float64, on a head's saved tensors alone."""
 
 from __future__ import annotations
@@ -113,29 +113,15 @@ def logits(
         yield np.array([scores[b] if b in best else blind[b] - FAR for b in range(len(blind))])
 
 
+def remembered(kind: str, weights: Weights, token: int, embedded: np.ndarray) -> np.ndarray:
+    """What a confidence reads of the token before."""
+    if kind == "state":
+        return normed(embedded)
+    return weights["predecessor_codebook" if kind == "selector" else "markov_w1.weight"][token]
+
+
 def confidence(weights: Weights, h: np.ndarray, remembered: np.ndarray | None, temperature: float = 1.0) -> float:
     """DSpark: c_k = sigma(w^T [h_k; W1[x_{k-1}]]), the logit divided by the position's temperature."""
     read = h if remembered is None else np.concatenate([h, remembered])
     logit = sum(a * b for a, b in zip(weights["proj.weight"][0], read)) + weights["proj.bias"][0]
     return float(sigmoid(logit / temperature))
-
-
-def convolved(weights: Weights, normed: np.ndarray, x: np.ndarray, taps: int, group: int, side: int) -> np.ndarray:
-    """DFlash 2, one block `[length, channels]`: each channel of each slot from itself and the slots before it.
-
-    Args:
-        weights: A base kernel per channel, and what makes a dynamic one per group of channels and slot.
-        normed: What attention or MLP would read without a convolution: the dynamic kernels are made from it.
-        x: What is convolved: `normed`, or what comes out of attention or MLP.
-        taps: Slots that each one reads.
-        group: Channels of a group.
-        side: 0 before attention or MLP, 1 after.
-    """
-    y = np.zeros_like(x)
-    for t in range(len(x)):
-        dynamic = each(weights["kernel_projection.weight"], normed[t]).reshape(2, taps, -1)[side]
-        for tap in range(min(taps, t + 1)):
-            for channel in range(x.shape[1]):
-                kernel = weights["base_kernel"][side, tap, channel] + dynamic[tap, channel // group]
-                y[t, channel] += kernel * x[t - tap, channel]
-    return y

@@ -1,7 +1,7 @@
 """SpecBlock written once more in naive loops, as the reference its fast code is tested against.
 
-Everything is computed slot by slot and head by head on single vectors: no batches, no masks, no caches. What a slot
-may see is written as a list of (block, number of its first slots), so visibility can be read off, not decoded.
+Everything is computed slot by slot on single vectors: no batches, no masks, no caches. What a slot may
+see is written as a list of (block, number of its first slots), so visibility can be read off, not decoded.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .oracle_layers import KeysValues, Tensors, layer, norm, silu
+
 NO_LABEL = -100
 RANK_CLASSES = 4
-Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,14 @@ class Shape:
 
 @dataclass(eq=False, repr=False)  # a repr would spell out every earlier block, over and over
 class Block:
-    """One block: ``hidden`` [K, H] before the final norm, ``keys[layer][slot]`` (rotated) and ``values[layer][slot]``
-    [kv_heads, head_dim], and ``seen``, the earlier blocks it saw with how many of their first slots. Two blocks are
-    equal only when they are the same object."""
+    """One block: ``hidden`` [K, H] before the final norm, ``made[layer][slot]``, keys (rotated) and values, and
+    ``seen``, the earlier blocks it saw with how many of their first slots. Two blocks are equal only when they are the
+    same object."""
 
     entry: int
     seen: list[tuple[Block, int]]
     hidden: Tensor
-    keys: list[list[Tensor]]
-    values: list[list[Tensor]]
+    made: list[list[KeysValues]]
 
 
 def blocks(
@@ -79,7 +79,7 @@ def logits(tensors: Tensors, shape: Shape, hidden: Tensor) -> Tensor:
     """The drafted logits [..., V_d] of final hidden states [..., H] (before the final norm)."""
     if hidden.dim() > 1:
         return torch.stack([logits(tensors, shape, row) for row in hidden])
-    return tensors["lm_head.weight"] @ _norm(tensors["norm.weight"], hidden, shape.eps)
+    return tensors["lm_head.weight"] @ norm(tensors["norm.weight"], hidden, shape.eps)
 
 
 def rank_logits(tensors: Tensors, shape: Shape, hidden: Tensor) -> Tensor:
@@ -87,9 +87,9 @@ def rank_logits(tensors: Tensors, shape: Shape, hidden: Tensor) -> Tensor:
     trains the rank head alone."""
     if hidden.dim() > 1:
         return torch.stack([rank_logits(tensors, shape, row) for row in hidden])
-    normed = _norm(tensors["norm.weight"], hidden, shape.eps)
+    normed = norm(tensors["norm.weight"], hidden, shape.eps)
     inputs = torch.cat([normed, _rank_features(logits(tensors, shape, hidden))]).detach()
-    return tensors["rank_head.2.weight"] @ _silu(tensors["rank_head.0.weight"] @ inputs)
+    return tensors["rank_head.2.weight"] @ silu(tensors["rank_head.0.weight"] @ inputs)
 
 
 def rank_class(logits: Tensor, token: int) -> int:
@@ -139,18 +139,23 @@ def _block(
 ) -> Block:
     """The block made of one condition and one token, run through all layers."""
     states = [_slot_input(tensors, shape, condition, embed, slot, ablation) for slot in range(shape.slots)]
-    keys: list[list[Tensor]] = []
-    values: list[list[Tensor]] = []
-    for layer in range(shape.layers):
-        if layer > 0 and "shift" not in ablation:
-            states = _shifted(tensors[f"shift_proj.{layer - 1}.weight"], states)
-        earlier_keys = [block.keys[layer][slot] for block, count in seen for slot in range(count)]
-        earlier_values = [block.values[layer][slot] for block, count in seen for slot in range(count)]
-        earlier = (earlier_keys, earlier_values)
-        states, own_keys, own_values = _layer(tensors, shape, layer, entry, states, earlier)
-        keys.append(own_keys)
-        values.append(own_values)
-    return Block(entry, seen, torch.stack(states), keys, values)
+    made: list[list[KeysValues]] = []
+    for number in range(shape.layers):
+        if number > 0 and "shift" not in ablation:
+            states = _shifted(tensors[f"shift_proj.{number - 1}.weight"], states)
+        known, after, of = (
+            [kept for block, count in seen for kept in block.made[number][:count]],
+            [],
+            f"layers.{number}",
+        )
+        for slot, state in enumerate(states):
+            normed = norm(tensors[f"{of}.input_layernorm.weight"], state, shape.eps)
+            state, keys, values = layer(tensors, shape, of, state, normed, entry + 1 + slot, known)
+            known.append((keys, values))
+            after.append(state)
+        states = after
+        made.append(known[-shape.slots :])
+    return Block(entry, seen, torch.stack(states), made)
 
 
 def _slot_input(
@@ -158,72 +163,19 @@ def _slot_input(
 ) -> Tensor:
     """What a slot starts from; without the broadcast only slot 0 is told the condition and the token."""
     parts = [
-        _norm(tensors["input_layer.condition_norm.weight"], condition, shape.eps),
-        _norm(tensors["input_layer.token_norm.weight"], embed, shape.eps),
+        norm(tensors["input_layer.condition_norm.weight"], condition, shape.eps),
+        norm(tensors["input_layer.token_norm.weight"], embed, shape.eps),
     ]
     if "broadcast" in ablation and slot > 0:
         parts = [torch.zeros_like(part) for part in parts]
     query = tensors["input_layer.position_queries.weight"][slot]
-    parts.append(_norm(tensors["input_layer.query_norm.weight"], query, shape.eps))
+    parts.append(norm(tensors["input_layer.query_norm.weight"], query, shape.eps))
     return tensors["input_layer.fuse.weight"] @ torch.cat(parts)
 
 
 def _shifted(weight: Tensor, states: list[Tensor]) -> list[Tensor]:
     """Every slot's state mixed with that of the slot before it; slot 0 has none before it and uses itself twice."""
     return [weight @ torch.cat([state, states[max(slot - 1, 0)]]) for slot, state in enumerate(states)]
-
-
-def _layer(
-    tensors: Tensors,
-    shape: Shape,
-    layer: int,
-    entry: int,
-    states: list[Tensor],
-    earlier: tuple[list[Tensor], list[Tensor]],
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """One pre-norm decoder layer over a block: its slots' new states, keys and values."""
-    prefix = f"layers.{layer}."
-    own = {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    queries, keys, values = [], [], []
-    for slot, state in enumerate(states):
-        normed = _norm(own["input_layernorm.weight"], state, shape.eps)
-        position = entry + 1 + slot
-        queries.append(_rotated_heads(own["self_attn.q_proj.weight"] @ normed, shape, position))
-        keys.append(_rotated_heads(own["self_attn.k_proj.weight"] @ normed, shape, position))
-        values.append((own["self_attn.v_proj.weight"] @ normed).reshape(shape.kv_heads, shape.head_dim))
-    after = []
-    for slot, state in enumerate(states):
-        visible_keys, visible_values = earlier[0] + keys[: slot + 1], earlier[1] + values[: slot + 1]
-        attended = _attend(shape, queries[slot], visible_keys, visible_values)
-        state = state + own["self_attn.o_proj.weight"] @ attended
-        normed = _norm(own["post_attention_layernorm.weight"], state, shape.eps)
-        gated = _silu(own["mlp.gate_proj.weight"] @ normed) * (own["mlp.up_proj.weight"] @ normed)
-        after.append(state + own["mlp.down_proj.weight"] @ gated)
-    return after, keys, values
-
-
-def _attend(shape: Shape, query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """One slot's attention over everything it sees, head by head; ``query`` is [heads, head_dim]."""
-    outputs = []
-    for head in range(shape.heads):
-        kv_head = head // (shape.heads // shape.kv_heads)
-        scores = torch.stack([query[head].dot(key[kv_head]) for key in keys]) * shape.head_dim**-0.5
-        weights = torch.exp(scores - scores.max())
-        weights = weights / weights.sum()
-        outputs.append(sum(weight * value[kv_head] for weight, value in zip(weights, values)))
-    return torch.cat(outputs)
-
-
-def _rotated_heads(flat: Tensor, shape: Shape, position: int) -> Tensor:
-    """A projection cut into heads [n, head_dim], every head turned by RoPE at ``position``."""
-    half = (shape.rotary or shape.head_dim) // 2
-    frequencies = shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    cos, sin = (position * frequencies).cos().to(flat), (position * frequencies).sin().to(flat)
-    turned = []
-    for head in flat.reshape(-1, shape.head_dim):
-        first, second = head[:half], head[half : 2 * half]
-        turned.append(torch.cat([first * cos - second * sin, second * cos + first * sin, head[2 * half :]]))
-    return torch.stack(turned)
 
 
 def _rank_features(slot_logits: Tensor) -> Tensor:
@@ -255,13 +207,3 @@ def _soft_cross_entropy(slot_logits: Tensor, true: int) -> Tensor:
     closeness = [1 / (1 + abs(c - true) + max(true - c, 0)) ** 2 for c in range(RANK_CLASSES)]
     log_probs = slot_logits - torch.logsumexp(slot_logits, dim=0)
     return -sum(share / sum(closeness) * log_probs[c] for c, share in enumerate(closeness))
-
-
-def _norm(weight: Tensor, x: Tensor, eps: float) -> Tensor:
-    """RMSNorm of one vector."""
-    return weight * x / torch.sqrt((x * x).mean() + eps)
-
-
-def _silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x)."""
-    return x * torch.sigmoid(x)

@@ -30,6 +30,7 @@ from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4D
 from hf_hyperdflash.drafters.parts.heads import run_heads
 from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.drafters.weights import check_draft_ids
+from hf_hyperdflash.hub.formats import FORMATS, check_expressible
 from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import MODELS, prompt, tiny_config, tiny_drafter, tiny_target
@@ -144,6 +145,12 @@ def with_rows(rows):
     return target
 
 
+def own_mask():
+    target = families.qwen3().eval()
+    target.config.pad_token_id = None  # so that it has a mask vector
+    return HyperDFlashDrafter.from_target(target, target_layer_ids=[0])
+
+
 def set_drafts(drafter, number):
     drafter.num_draft_tokens = number
 
@@ -233,14 +240,12 @@ CALLS = {
     "a target that is not bound": (lambda: v4_drafter().generate(), "bind"),
     # Pairs.
     "fewer rows": (lambda: tiny_drafter(qwen3()).bind(with_rows(63)), "vocab_size 64 63"),
-    "fewer rows for EAGLE-3": (lambda: eagle3().bind(with_rows(63)), "vocab_size 64 63"),
     "fewer rows for Medusa": (lambda: medusa("org/its-target").bind(with_rows(63)), "vocab_size 64 63 org/its-target"),
     "fewer rows for MTP": (lambda: mtp().bind(v4(vocab_size=48)), "vocab_size 64 48"),
     "fewer rows for DSpark": (lambda: dspark().bind(v4(vocab_size=48)), "vocab_size 64 48 DeepseekV4DSparkDrafter"),
     "another width": (lambda: v4_drafter().bind(v4(hidden_size=64)), "hidden_size 32 64"),
     "another width for MTP": (lambda: mtp().bind(v4(hidden_size=64)), "hidden_size 32 64"),
     "another width for Medusa": (lambda: medusa(width=32).bind(qwen3()), "hidden_size 32 64"),
-    "another width for DSpark": (lambda: dspark().bind(v4(hidden_size=64)), "hidden_size 32 64"),
     "other streams": (lambda: mtp().bind(v4(hc_mult=2)), "hc_mult 4 2"),
     "other streams for DSpark": (lambda: dspark().bind(v4(hc_mult=2)), "hc_mult 4 2"),
     "one stream": (lambda: mtp().bind(llama()), "hc_mult 4 1"),
@@ -255,6 +260,11 @@ CALLS = {
         lambda: headed(qwen3(), "state", draft_vocab_size=30, head_candidates=5).check_trainable(target_of(qwen3())),
         "draft_vocab_size 30 head_candidates 5",
     ),
+    # Layouts.
+    **{
+        f"a mask vector in {name}": (lambda name=name: check_expressible(own_mask().config, name, True), "mask vector")
+        for name in FORMATS
+    },
     # Vocabularies.
     **{
         f"draft ids {ids}": (lambda ids=ids: check_draft_ids(ids, 2, 64, "it"), "2 integers 0 63")
@@ -306,41 +316,86 @@ def hyperdflash():
     return tiny_drafter(tiny_target())
 
 
-def change(name, value=None):
-    """A change to a checkpoint's tensors: one is left out, or gets a value."""
+def saved(make):
+    """Writes a drafter with other tensors, and gives what loads it."""
 
-    def changed(tensors):
-        if value is None:
-            del tensors[name]
-        else:
-            tensors[name] = value(tensors[name]) if callable(value) else value
+    def written(folder, changed):
+        drafter = make()
+        drafter.save_pretrained(folder, with_code=False)
+        tensors = changed(load_file(folder / "model.safetensors"))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return partial(type(drafter).from_pretrained, folder, dtype=torch.bfloat16, device_map="cpu")
 
-    return changed
-
-
-def with_one(number):
-    return lambda tensor: tensor.clone().index_fill_(0, torch.tensor([3]), number)
+    return written
 
 
-TENSORS = {
-    "one missing": (change("norm.weight"), "1 missing norm.weight"),
-    "one too many": (change("more.weight", torch.ones(2)), "1 unexpected more.weight"),
-    "one of another shape": (change("norm.weight", torch.ones(7)), "shape norm.weight [7] [32]"),
-    "one with NaN": (change("norm.weight", with_one(torch.nan)), "finite norm.weight"),
-    "one with infinity": (change("norm.weight", with_one(-torch.inf)), "finite norm.weight"),
-}
+def checkpoint(kind, shapes):
+    def written(folder, changed):
+        config = tiny_config(**dspark_fields())
+        return partial(kind.from_target, write(folder, config, changed(random_tensors(shapes(config)))))
+
+    return written
 
 
-@pytest.mark.parametrize("case", TENSORS)
-@pytest.mark.parametrize("make", [hyperdflash, mtp, dspark], ids=lambda make: make.__name__)
-def test_tensors_that_are_not_the_configurations(make, case, tmp_path):
-    kind, (changed, words) = type(drafter := make()), TENSORS[case]
-    drafter.save_pretrained(tmp_path, with_code=False)
-    tensors = load_file(tmp_path / "model.safetensors")
-    changed(tensors)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    load = partial(kind.from_pretrained, tmp_path, dtype=torch.bfloat16, device_map="cpu")
-    Refusal(load, (str(tmp_path), *words.split())).check()
+def heads(folder, changed):
+    return partial(load_drafter, published(folder, changed(medusa().state_dict())))
+
+
+def without(*parts):
+    return lambda t: {name: tensor for name, tensor in t.items() if not any(part in name for part in parts)}
+
+
+def having(name, tensor):
+    return lambda t: {**t, name: tensor}
+
+
+BROKEN = torch.ones(32).index_fill(0, torch.tensor([3]), torch.nan)
+SAVED = {"block": saved(hyperdflash), "saved MTP": saved(mtp), "saved DSpark": saved(dspark)}
+FILES = {
+    **SAVED, "Medusa": heads, "DSpark": checkpoint(DeepseekV4DSparkDrafter, dspark_shapes),
+    "MTP": checkpoint(DeepseekV4MTPDrafter, mtp_shapes),
+}  # fmt: skip
+TENSORS = [
+    *(
+        (name, changed, words)
+        for name in SAVED
+        for changed, words in (
+            (without("norm.weight"), "missing norm.weight"),
+            (having("more.weight", torch.ones(2)), "1 unexpected more.weight"),
+            (having("norm.weight", torch.ones(7)), "shape norm.weight [7] [32]"),
+            (having("norm.weight", BROKEN), "finite norm.weight"),
+            (having("norm.weight", BROKEN.nan_to_num(-torch.inf)), "finite norm.weight"),
+        )
+    ),
+    ("DSpark", without("mtp"), "mtp.* original"),
+    ("DSpark", without("markov_w2"), "1 missing mtp.2.markov_head.markov_w2.weight"),
+    ("DSpark", without("mtp.1."), "missing unexpected mtp.2."),
+    ("DSpark", without("mtp.0.main_proj"), "DeepseekV4DSparkDrafter DeepseekV4MTPDrafter.from_target"),
+    ("DSpark", having("mtp.1.norm.weight", torch.ones(32)), "1 unexpected mtp.1.norm.weight"),
+    ("DSpark", having("mtp.0.main_proj.weight", torch.ones(32, 32)), "main_proj [32, 32] [32, 96]"),
+    ("DSpark", having("mtp.2.norm.weight", BROKEN), "finite mtp.2.norm.weight"),
+    ("MTP", without("mtp"), "mtp.* original"),
+    ("MTP", without("w1.weight"), "5 missing mtp.0.ffn. ..."),
+    ("MTP", having("mtp.0.hnorm.scale", torch.ones(1)), "mtp.0.hnorm.weight [1] none"),
+    ("MTP", having("mtp.0.nothing.scale", torch.ones(1)), "1 unexpected mtp.0.nothing.scale"),
+    ("MTP", having("mtp.0.norm.weight", torch.ones(31)), "norm.weight [31] [32]"),
+    ("MTP", having("mtp.0.e_proj.weight", torch.zeros(32, 32).to(torch.float8_e4m3fn)), "e_proj scale [1, 1]"),
+    ("MTP", having("mtp.0.main_proj.weight", torch.zeros(2)), "DeepseekV4MTPDrafter DeepseekV4DSparkDrafter.from_"),
+    ("Medusa", without("1.0.linear.bias"), "1 missing (1.0.linear.bias)"),
+    ("Medusa", having("1.1.weight", torch.zeros(63, 64)), "shape 1.1.weight"),
+    ("Medusa", having("0.1.weight", torch.zeros(64)), "shape"),
+    ("Medusa", having("fc.weight", torch.zeros(2)), "1 unexpected (fc.weight)"),
+    ("Medusa", having("2.1.weight", torch.full((64, 64), torch.nan)), "finite 2.1.weight"),
+    ("Medusa", without("."), "model.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("name", "changed", "words"), TENSORS, ids=lambda value: str(value) if value in FILES else "")
+def test_tensors_that_are_not_the_configurations(name, changed, words, tmp_path):
+    words = [*words.split(), str(tmp_path)] if name in SAVED else words.split()
+    Refusal(
+        FILES[name](tmp_path, changed), tuple(words), OSError if words == ["model.safetensors"] else ValueError
+    ).check()
 
 
 def edit_config(folder, **fields):
@@ -401,53 +456,6 @@ def test_a_configuration_is_looked_at_when_it_is_loaded(fields, tmp_path):
 
 # Checkpoints of DeepSeek-V4's
 
-CHECKPOINTS = {
-    "dspark": (DeepseekV4DSparkDrafter, lambda config: random_tensors(dspark_shapes(config))),
-    "mtp": (DeepseekV4MTPDrafter, lambda config: random_tensors(mtp_shapes(config))),
-}
-
-
-def without(*parts):
-    return lambda t: {name: tensor for name, tensor in t.items() if not any(part in name for part in parts)}
-
-
-def having(**tensors):
-    return lambda t: t | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-
-
-V4_TENSORS = [
-    ("dspark", without("mtp"), "mtp.* original"),
-    ("dspark", without("markov_w2"), "1 missing mtp.2.markov_head.markov_w2.weight"),
-    ("dspark", without("mtp.1."), "missing unexpected mtp.2."),
-    ("dspark", without("mtp.0.main_proj"), "DeepseekV4DSparkDrafter DeepseekV4MTPDrafter.from_target"),
-    ("dspark", having(mtp__1__norm__weight=torch.ones(32)), "1 unexpected mtp.1.norm.weight"),
-    ("dspark", having(mtp__0__main_proj__weight=torch.ones(32, 32)), "main_proj [32, 32] [32, 96]"),
-    ("dspark", having(mtp__2__norm__weight=torch.full((32,), torch.nan)), "finite mtp.2.norm.weight"),
-    ("mtp", without("mtp"), "mtp.* original"),
-    ("mtp", without("w1.weight"), "5 missing mtp.0.ffn. ..."),
-    ("mtp", having(mtp__0__other__weight=torch.zeros(2)), "1 unexpected mtp.0.other"),
-    ("mtp", having(mtp__0__hnorm__scale=torch.ones(1)), "mtp.0.hnorm.weight [1] none"),
-    ("mtp", having(mtp__0__nothing__scale=torch.ones(1)), "1 unexpected mtp.0.nothing.scale"),
-    ("mtp", having(mtp__0__norm__weight=torch.ones(31)), "norm.weight [31] [32]"),
-    ("mtp", having(mtp__0__e_proj__weight=torch.zeros(32, 32).to(torch.float8_e4m3fn)), "e_proj scale [1, 1]"),
-    (
-        "mtp",
-        having(mtp__0__main_proj__weight=torch.zeros(2)),
-        "DeepseekV4MTPDrafter DeepseekV4DSparkDrafter.from_target",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "changed", "words"), V4_TENSORS, ids=lambda value: value if type(value) is str else ""
-)
-def test_a_checkpoint_with_other_tensors(name, changed, words, tmp_path):
-    config = tiny_config(**dspark_fields())
-    kind, tensors = CHECKPOINTS[name]
-    write(tmp_path, config, changed(tensors(config)))
-    Refusal(partial(kind.from_target, tmp_path), tuple(words.split())).check()
-
-
 V4_FIELDS = [
     ({"block_size": 1}, "block_size 1 2"),
     ({"markov_rank": 0}, "head_rank 0 1"),
@@ -485,26 +493,6 @@ def test_a_checkpoint_of_another_kind(tmp_path):
     write(tmp_path, config, random_tensors(dspark_shapes(config)))
     os.remove(tmp_path / "model.safetensors.index.json")
     Refusal(partial(DeepseekV4DSparkDrafter.from_target, target), ("dspark_block_size",)).check()
-
-
-# Medusa's files
-
-HEAD_TENSORS = {
-    "a bias missing": (lambda t: t.pop("1.0.linear.bias"), "1 missing (1.0.linear.bias)"),
-    "other rows": (lambda t: t.update({"1.1.weight": torch.zeros(63, 64)}), "shape 1.1.weight"),
-    "no rows": (lambda t: t.update({"0.1.weight": torch.zeros(64)}), "shape"),
-    "one too many": (lambda t: t.update({"fc.weight": torch.zeros(2)}), "1 unexpected (fc.weight)"),
-    "NaN": (lambda t: t["2.1.weight"].fill_(torch.nan), "finite 2.1.weight"),
-    "none": (lambda t: t.clear(), "model.safetensors"),
-}
-
-
-@pytest.mark.parametrize("case", HEAD_TENSORS)
-def test_heads_with_other_tensors(case, tmp_path):
-    tensors, (changed, words) = medusa().state_dict(), HEAD_TENSORS[case]
-    changed(tensors)
-    load = partial(load_drafter, published(tmp_path, tensors))
-    Refusal(load, tuple(words.split()), OSError if case == "none" else ValueError).check()
 
 
 def test_heads_in_a_pickle_run_no_code(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,12 +26,11 @@ from hf_hyperdflash.auto.policies import (
     TreePolicy,
 )
 from hf_hyperdflash.drafters.sampling import DraftSampler
-from hf_hyperdflash.trees.growth import DraftStep
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
-from ..helpers.draft_trees import SAMPLING_RULES, steps_by
-from ..helpers.enumerated_draws import every_outcome
+from ..helpers.draft_trees import SAMPLING_RULES
 from ..helpers.schedules import outcome
+from ..trees.test_growth import IDS, Talker, assert_text_is_the_targets
 
 PLAIN, ROOM = 0.020, 8  # seconds of a round without its drafter, and drafts of a round
 GREEDY = DraftSampler(LogitsProcessorList(), do_sample=False)
@@ -373,65 +371,34 @@ def test_it_learns_of_the_children_of_what_was_accepted(are_drawn):
 # What is drawn at random
 
 
-def conditional(path: tuple[int, ...], kind: int) -> torch.Tensor:
-    """A distribution over four tokens after a path, the drafter's (0) or the target's (1)."""
-    drawn = torch.rand(4, generator=torch.Generator().manual_seed(hash((*path, kind, 7)) % 2**31))
-    return (drawn.pow(2) if kind else drawn).softmax(-1)
-
-
-def law_of(drafted, rule) -> dict[tuple[int, ...], float]:
-    """Of three tokens of text, where `drafted` gives a round's tree."""
-
-    def text() -> tuple[int, ...]:
-        written = [token for token, _ in steps_by(rule, drafted(), lambda path: conditional(path, 1))]
-        while len(written) < 3:
-            written.append(int(torch.multinomial(conditional(tuple(written), 1), 1)))
-        return tuple(written[:3])
-
-    law: dict[tuple[int, ...], float] = defaultdict(float)
-    for probability, written in every_outcome(text):
-        law[written] += probability
-    return law
-
-
-def drafted_by(policy_of):
-    def drafted() -> DraftTree:
-        sampler = DraftSampler(LogitsProcessorList(), True, chain_admission=policy_of())
-        path: list[int] = []
-
-        def steps(k, tokens, rows) -> DraftStep:
-            path[:] = [*path[: max(k - 1, 0)], *([int(tokens[0])] if k else [])]
-            return DraftStep(conditional(tuple(path), 0).log()[None])
-
-        return sampler.grow(torch.zeros(1, 1, dtype=torch.long), 3, steps)
-
-    return drafted
-
-
-def furthest(law: dict[tuple[int, ...], float]) -> float:
-    """How far a law of texts is from the target's, at most."""
-    texts = itertools.product(range(4), repeat=3)
-    true = {text: math.prod(float(conditional(text[:k], 1)[text[k]]) for k in range(3)) for text in texts}
-    return max(abs(law[text] - chance) for text, chance in true.items())
-
-
 def strict() -> ChainPolicy:
     """One that stops at some places of some paths and goes on at others."""
     return begun(experienced(3.5, 0.05))
 
 
+def chain_by(policy: ChainPolicy | None) -> DraftTree:
+    return DraftSampler(LogitsProcessorList(), True, chain_admission=policy).grow(IDS, 3, Talker(3, 5))
+
+
 @pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_text_drawn_at_random_is_distributed_as_the_targets(rule):
-    lengths = {len(drawn) for _, drawn in every_outcome(lambda: tuple(drafted_by(strict)().tokens.tolist()))}
+    lengths = set()
+
+    def drafted() -> DraftTree:
+        chain = chain_by(strict())
+        lengths.add(len(chain))
+        return chain
+
+    assert_text_is_the_targets(rule, 3, drafted)
     assert len(lengths) > 1  # it depends on the path where drafting ends
-    assert furthest(law_of(drafted_by(strict), rule)) < 1e-5
 
 
 @pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_a_policy_that_looks_at_the_token_changes_the_distribution(rule):
     def drafted() -> DraftTree:
-        tree = drafted_by(lambda: None)()
-        likely = [float(q[token]) for q, token in zip(tree.q, tree.tokens)]
-        return tree.first(next((k for k, value in enumerate(likely) if value < 0.25), len(tree)))
+        chain = chain_by(None)
+        likely = [float(q[token]) for q, token in zip(chain.q, chain.tokens)]
+        return chain.first(next((k for k, value in enumerate(likely) if value < 0.35), len(chain)))
 
-    assert furthest(law_of(drafted, rule)) > 0.01
+    with pytest.raises(AssertionError):
+        assert_text_is_the_targets(rule, 3, drafted)

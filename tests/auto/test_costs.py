@@ -2,8 +2,6 @@
 
 import math
 import random
-import sys
-import threading
 
 import pytest
 
@@ -133,27 +131,3 @@ def test_memory_is_bounded():
         run(costs, 1, [draw.choice([None, *range(17)])], noise=0.3, length=draw.randrange(1, 10**6), draw=draw)
     assert len(costs._model.centers_) <= 64 and len(costs._measured) < 8 and len(costs._tables) < 32
     assert costs._model._sums[:, -2].max() <= 512
-
-
-def test_threads_may_learn_at_once():
-    costs, wrong, interval = tried(), [], sys.getswitchinterval()
-
-    def work(seed):
-        draw = random.Random(seed)
-        try:
-            for _ in range(300):
-                run(costs, 1, [draw.choice(CHOICES)], noise=0.05, length=2 ** draw.randrange(1, 12), draw=draw)
-                assert all(cost > 0 for cost in costs.predict(2 ** draw.randrange(1, 12), draw.randrange(9)))
-        except BaseException as error:
-            wrong.append(error)
-
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not wrong

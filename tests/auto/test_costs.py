@@ -7,8 +7,6 @@ import pytest
 
 from hf_hyperdflash.auto.costs import RoundCosts
 
-from ..helpers.schedules import have_learned
-
 PLAIN, START, EACH = 0.020, 0.026, 0.002  # seconds of a round: without its drafter, with it, and of each draft
 CHOICES = [8, None, 1, 4, 8, 6, 2]
 
@@ -74,7 +72,6 @@ def test_costs_are_found(cost, noise, measured, asked):
 
 
 def test_three_trials_tell_of_all_numbers():
-    assert not have_learned(RoundCosts())
     assert tried().predict(100, 8) == pytest.approx(true(), rel=0.12)
     assert tried().predict(100, 3) == tried().predict(100, 8)[:4]
 

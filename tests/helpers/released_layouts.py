@@ -86,43 +86,6 @@ def check_rounds(drafter: Any, target: Any, folder: Path, temperatures: tuple[fl
                 torch.testing.assert_close(tree.confidence, expected.confidence, atol=1e-4, rtol=1e-4)
 
 
-@torch.no_grad()
-def block_logits(drafter: Any, target: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """Logits `[count, vocab]` of the path that generation takes."""
-    with capture_residual(target, drafter.target_layer_ids) as captured:
-        target(ids[:, :-1])
-    seen = []
-
-    class Listening(DraftSampler):
-        def blind(self, ids, logits):
-            seen.append(logits)
-            return super().blind(ids, logits)
-
-    context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
-    drafter.extend(target_of(target), context, captured[0], positions[:, :-1], ids[:, 1:])
-    drafter.propose(target_of(target), context, ids, positions, count, Listening(LogitsProcessorList(), False))
-    return seen[0][0]
-
-
-def check_logits(drafter: Any, target: Any, expected: torch.Tensor, ids: torch.Tensor) -> None:
-    """Of one block, and that the text is the target's."""
-    found = block_logits(drafter, target, ids, len(expected))
-    expected = expected.index_fill(1, torch.tensor([drafter.config.mask_token_id]), -torch.inf)  # ours: never drafted
-    finite = expected.isfinite()
-    assert torch.equal(finite, found.isfinite())
-    torch.testing.assert_close(found[finite], expected[finite], atol=1e-4, rtol=1e-4)
-    plain = target.generate(ids, max_new_tokens=20, do_sample=False)
-    drafter.bind(target)
-    assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=drafter), plain)
-    assert drafter.last_stats.rounds
-    drafter.unbind(target)
-
-
-def whole(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Logits over the target's vocabulary of a drafter that knows only some tokens."""
-    return logits.new_full((len(logits), 64), -torch.inf).index_copy(1, ids, logits)
-
-
 # EAGLE-3 and SpecBlock: tensors by their publishers' names, and logits along a path
 
 LAYERS, WIDTH, VOCABULARY, DRAFTED = [1, 3, 4], 64, 64, 40

@@ -46,11 +46,11 @@ def greedy(target, ids, **kwargs):
 
 
 def test_a_target_is_bound_as_long_as_a_drafter_has_bound_it(target, drafter):
-    """Which changes this instance alone, is undone, and is nothing that a notebook prints."""
+    """Which changes this instance alone, is undone, and says whether it was new."""
     own, plain, config, ids = type(target), tiny_target(1), copy.deepcopy(target.config), prompt(9)
     other, stranger = tiny_drafter(target), tiny_drafter(target)
     expected = greedy(target, ids)
-    assert drafter.bind(target, as_default=True) is None and drafter.bind(target, as_default=True) is None
+    assert drafter.bind(target, as_default=True) is True and drafter.bind(target, as_default=True) is False
     assert type(target) is not own and type(target).__name__ == own.__name__ and isinstance(target, own)
     assert own._is_stateful and type(plain) is own
     of = target_of(target)

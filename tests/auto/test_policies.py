@@ -234,29 +234,6 @@ def test_what_tells_nothing_of_drafts_is_no_trial(kind):
     assert known.is_tried and known.costs.predict(100, 8)[8] > 1.1
 
 
-# How a drafter is judged
-
-
-def test_a_loss_that_chance_can_explain_is_none():
-    """A batch's rounds say more than one text's, and a drafter that is never right leaves little to chance."""
-    for tokens, texts, stops in ((1.9, 1, False), (1.9, 16, True), (1.0, 1, True)):
-        known = DraftingStats(tokens=tokens, cost=tokens / 0.95, rounds=100)
-        known.judge(tokens, tokens / 0.95, texts)
-        assert known.is_drafting != stops
-
-
-def test_means_are_of_recent_rounds():
-    known = DraftingStats()
-    for tokens in (1.0, 2.0, 3.0):
-        known.judge(tokens, 2 * tokens)
-    assert (known.tokens, known.cost, known.rounds) == (2.0, 4.0, 3)
-    for _ in range(1000):
-        known.judge(2.0, 1.0)
-    known.judge(34.0, 33.0)
-    assert (known.tokens, known.cost) == pytest.approx((3.0, 2.0))  # one of 32
-    assert known.speedup == pytest.approx(1.5) and DraftingStats().speedup == 1
-
-
 # What is admitted
 
 
@@ -294,12 +271,6 @@ def test_admitted_are_as_many_as_gain_most(chances, tokens, span):
     gains = [sum(through[:count]) - rate * each * count for count in range(len(chances) + 1)]
     # As far as costs are known: the predicted price of a draft is within a hundredth of the true one.
     assert gains[admitted] >= max(gains[1:]) - 0.01 * rate * each * len(chances)  # one is made in any case
-
-
-def test_nothing_is_asked_of_the_drafter_that_even_a_certain_draft_would_not_pay():
-    policy = begun(experienced(5.0, 0.009))  # more than any draft can bring: one is made, as the drafter was asked
-    assert policy.is_open() and policy.admits(0.1)
-    assert not policy.is_open() and not policy.admits(1.0)
 
 
 def test_a_tree_that_nobody_admitted_is_cut_without_a_look_at_it():

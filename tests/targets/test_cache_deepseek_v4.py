@@ -339,29 +339,6 @@ def test_without_recording_memory_is_the_stock_layers_with_keys_and_values_in_on
         assert held_bytes(layer) <= stock_bytes(kind, layer, stock)
 
 
-# The rest of the cache interface
-
-
-@kinds
-@pytest.mark.parametrize("recording", [True, False])
-def test_offload_moves_the_keys_once_and_leaves_the_compressor(kind, recording):
-    layer, stock, history = rewindable_layer(kind, recording=recording), stock_layer(kind), Tokens.random(2, 30)
-    layer.offload(), layer.prefetch()
-    for start in range(0, 30, 6):
-        for one in (layer, stock):
-            one.prefetch()
-            feed(one, history[start : start + 6])
-            one.offload()
-    assert_same_state(layer, stock)
-    # There is no second device to move to here: "meta" shows what would move.
-    layer.device = torch.device("meta")
-    layer.prefetch()
-    assert layer.keys is layer.values and layer.keys.device.type == "meta"
-    with pytest.raises(NotImplementedError):  # "meta" gives nothing back
-        layer.offload()
-    assert kind == SLIDING or layer.buffer_kv["compressor"].device.type == "cpu"
-
-
 def test_transformers_keeps_its_own_layer_types():
     """A subclass that names one would replace the stock class in every cache of the process."""
     for kinds_of_layers in (DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING):

@@ -1,4 +1,5 @@
-"""A GGUF file is read once: the next time its weights and its tokenizer come from a folder, and are the same."""
+"""Each start with a GGUF file took as long as the first: it is read once, and the next time its weights and tokenizer
+come from a folder, and are the same."""
 
 import logging
 import shutil

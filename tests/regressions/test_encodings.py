@@ -1,5 +1,5 @@
-"""Texts that a command reads or prints, in any encoding of the file, the terminal or the pipe: right, or one line
-before models are loaded, and never an error after the work is done."""
+"""Commands failed after their work was done where a file, the terminal or a pipe is not UTF-8: texts are right in any
+encoding, or one line says so before models are loaded."""
 
 import io
 import os

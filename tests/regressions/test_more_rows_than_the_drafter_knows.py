@@ -1,5 +1,5 @@
-"""A fine-tuned target with more rows in its embedding keeps the drafter of its original: the ids are the same. That
-its text stays its own with every kind of drafter is in tests/contracts."""
+"""A fine-tuned target with more rows in its embedding was refused the drafter of its original, whose ids are the same.
+That its text stays its own with every kind of drafter is in tests/contracts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A drafter whose states overflow in float16: the text is the target's, and a warning says it once, as at loading."""
+"""Nothing was ever accepted of a drafter whose states overflow in float16, and nobody said why: the text is the
+target's, and a warning says it once, as at loading."""
 
 from __future__ import annotations
 

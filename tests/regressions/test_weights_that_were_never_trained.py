@@ -1,4 +1,5 @@
-"""Embeddings, heads and norms that cannot have been trained: loading and the doctor say which, and what engines do."""
+"""Exports whose embedding, head or norms were never trained loaded in silence: loading and the doctor say which, and
+what engines do with them."""
 
 from __future__ import annotations
 

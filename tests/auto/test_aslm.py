@@ -77,28 +77,6 @@ def test_fit_forgets():
     assert (model.n_features_in_, len(model.centers_), len(model.errors_)) == (2, 30, 30)
 
 
-@pytest.mark.parametrize("quantization", [0.0, 0.02])
-def test_max_centers_bounds_the_store_and_no_row_is_lost(quantization):
-    X, y = drawn(300, 3)
-    model = AugmentedSpaceLinearModel(quantization=quantization, max_centers=16)
-    for some, targets in zip(np.split(X, range(7, 300, 7)), np.split(y, range(7, 300, 7))):
-        model.partial_fit(some, targets)
-        assert len(model.centers_) <= 16
-    errors, counts = y - X @ model.coef_ - model.intercept_, model._sums[:, -2]
-    assert len(model.centers_) == len(model.errors_) == 16
-    assert counts.sum() == 300 and counts @ model.errors_ == pytest.approx(errors.sum())
-
-
-def test_what_a_centre_remembers_gives_way_to_its_new_rows():
-    """Two inputs, of which one gets another target: the line and its prediction follow, the other's stays."""
-    model = AugmentedSpaceLinearModel(alpha=1e-6, quantization=0.01, memory=10)
-    model.fit([[1.0], [2.0]] * 100, [1.0, 2.0] * 100)
-    for _ in range(60):
-        model.partial_fit([[2.0]], [5.0])
-    assert model.predict([[1.0], [2.0]]) == pytest.approx([1.0, 5.0], abs=0.02)
-    assert model.coef_ == pytest.approx([4.0], abs=0.02) and model._sums[:, -2].max() <= 10
-
-
 def test_parameters_go_out_and_in_unchanged():
     """As scikit-learn's do. Whole numbers and lists are inputs too."""
     given_ones = dict(

@@ -2,14 +2,10 @@
 
 import math
 import random
-import sys
-import threading
 
 import pytest
 
 from hf_hyperdflash.auto.costs import RoundCosts
-
-from ..helpers.schedules import have_learned
 
 PLAIN, START, EACH = 0.020, 0.026, 0.002  # seconds of a round: without its drafter, with it, and of each draft
 CHOICES = [8, None, 1, 4, 8, 6, 2]
@@ -76,42 +72,36 @@ def test_costs_are_found(cost, noise, measured, asked):
 
 
 def test_three_trials_tell_of_all_numbers():
-    assert not have_learned(RoundCosts())
     assert tried().predict(100, 8) == pytest.approx(true(), rel=0.12)
     assert tried().predict(100, 3) == tried().predict(100, 8)[:4]
 
 
-def test_one_hiccup_changes_little():
+def tripled(drafts: int | None, *_) -> float:
+    return PLAIN if drafts is None else START + 3 * EACH * drafts
+
+
+def slowly(times: float):
+    return lambda drafts, *_: times * seconds(drafts)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected", "tolerance"),
+    [
+        ((200, CHOICES, seconds), [(1, [8], slowly(50)), (16, CHOICES, seconds)], true(), 0.1),
+        # A number that was seldom seen does not look dear.
+        ((600, [1, 5, 8, None], seconds), [(1, [2], slowly(1.25)), (7, [1], seconds)], true(), 0.12),
+        # A machine that slows down makes all rounds dearer, also those that were not tried since.
+        ((300, CHOICES, seconds), [(60, [8], slowly(2))], true(), 0.1),
+        # A draft that gets dearer is learned however long it was cheap.
+        ((2000, CHOICES, seconds), [(4000, CHOICES, tripled)], true(tripled), 0.17),
+    ],
+    ids=["a hiccup", "seldom", "slower", "dearer"],
+)
+def test_worlds_change(before, after, expected, tolerance):
     costs = tried()
-    run(costs, 200)
-    before = costs.predict(100, 8)
-    run(costs, 1, [8], lambda *round_: 50 * seconds(8))
-    run(costs, 16)
-    assert costs.predict(100, 8) == pytest.approx(before, rel=0.03)
-
-
-def test_a_number_that_was_seldom_seen_does_not_look_dear():
-    costs = tried()
-    run(costs, 600, [1, 5, 8, None], noise=0.01)
-    run(costs, 8, [2, *[1] * 8], lambda k, *_: 1.25 * seconds(8) if k == 2 else seconds(k))
-    assert costs.predict(100, 8)[2] == pytest.approx(true()[2], rel=0.12)
-
-
-def test_a_machine_that_slows_down_makes_all_rounds_dearer():
-    """Also those that were not tried since."""
-    costs = tried()
-    run(costs, 300, noise=0.03)
-    run(costs, 60, [8], lambda *round_: 2 * seconds(8), noise=0.03)
-    assert costs.predict(100, 8) == pytest.approx(true(), rel=0.1)
-    assert costs._pace / tried()._pace == pytest.approx(2, rel=0.1)
-
-
-def test_a_draft_that_gets_dearer_is_learned_however_long_it_was_cheap():
-    costs = tried()
-    run(costs, 2000)
-    run(costs, 4000, cost=lambda k, *_: seconds(k) if k is None else START + 3 * EACH * k)
-    predicted = costs.predict(100, 8)
-    assert predicted[8] - predicted[0] == pytest.approx(3 * EACH * 8 / PLAIN, rel=0.25)
+    for rounds, choices, cost in (before, *after):
+        run(costs, rounds, choices, cost, noise=0.01)
+    assert costs.predict(100, 8) == pytest.approx(expected, rel=tolerance)
 
 
 def test_no_round_is_faster_than_the_fastest():
@@ -138,27 +128,3 @@ def test_memory_is_bounded():
         run(costs, 1, [draw.choice([None, *range(17)])], noise=0.3, length=draw.randrange(1, 10**6), draw=draw)
     assert len(costs._model.centers_) <= 64 and len(costs._measured) < 8 and len(costs._tables) < 32
     assert costs._model._sums[:, -2].max() <= 512
-
-
-def test_threads_may_learn_at_once():
-    costs, wrong, interval = tried(), [], sys.getswitchinterval()
-
-    def work(seed):
-        draw = random.Random(seed)
-        try:
-            for _ in range(300):
-                run(costs, 1, [draw.choice(CHOICES)], noise=0.05, length=2 ** draw.randrange(1, 12), draw=draw)
-                assert all(cost > 0 for cost in costs.predict(2 ** draw.randrange(1, 12), draw.randrange(9)))
-        except BaseException as error:
-            wrong.append(error)
-
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not wrong

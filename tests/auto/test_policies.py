@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,9 +16,7 @@ from transformers import LogitsProcessorList
 
 from hf_hyperdflash.auto.acceptance import UNKNOWN, AcceptanceLine
 from hf_hyperdflash.auto.policies import (
-    FEW,
     MOST_NODES,
-    RARE,
     BatchPolicy,
     ChainPolicy,
     DraftingStats,
@@ -29,12 +26,11 @@ from hf_hyperdflash.auto.policies import (
     TreePolicy,
 )
 from hf_hyperdflash.drafters.sampling import DraftSampler
-from hf_hyperdflash.trees.growth import DraftStep
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
-from ..helpers.draft_trees import SAMPLING_RULES, steps_by
-from ..helpers.enumerated_draws import every_outcome
+from ..helpers.draft_trees import SAMPLING_RULES
 from ..helpers.schedules import outcome
+from ..trees.test_growth import IDS, Talker, assert_text_is_the_targets
 
 PLAIN, ROOM = 0.020, 8  # seconds of a round without its drafter, and drafts of a round
 GREEDY = DraftSampler(LogitsProcessorList(), do_sample=False)
@@ -42,27 +38,16 @@ GREEDY = DraftSampler(LogitsProcessorList(), do_sample=False)
 
 @dataclass(frozen=True)
 class World:
-    """A drafter on a machine.
+    """A drafter on a machine."""
 
-    Attributes:
-        chance: That the next draft of a chain is accepted.
-        wide: Of a tree the survival of its nodes, the most probable first, is the powers of this.
-        start: Seconds of a round with the drafter and no draft.
-        of_draft: Seconds that each draft of a chain takes.
-        of_node: Seconds that each node of a tree takes.
-        width: This many drafts more take no longer than none: kernels have widths.
-        noise: The standard deviation of the logarithm of a round's seconds.
-        room: Most drafts of a round.
-    """
-
-    chance: float
-    wide: float = 0.0
-    start: float = 0.026
-    of_draft: float = 0.002
-    of_node: float = 0.0008
-    width: int = 1
-    noise: float = 0.0
-    room: int = ROOM
+    chance: float  # that the next draft of a chain is accepted
+    wide: float = 0.0  # the survival of a tree's nodes, the most probable first, is the powers of this
+    start: float = 0.026  # seconds of a round with the drafter and no draft
+    of_draft: float = 0.002  # seconds of each draft of a chain
+    of_node: float = 0.0008  # and of each node of a tree
+    width: int = 1  # this many drafts more take no longer than none: kernels have widths
+    noise: float = 0.0  # the standard deviation of the logarithm of a round's seconds
+    room: int = ROOM  # most drafts of a round
 
     def seconds(self, drafts: int | None) -> float:
         return PLAIN if drafts is None else self.start + self.of_draft * (drafts - drafts % self.width)
@@ -167,11 +152,10 @@ def test_trees_or_chains_whichever_are_faster(world, has_trees):
 
 @pytest.mark.parametrize(("kind", "texts"), [*KINDS.items(), (TreePolicy, 1)])
 def test_a_hopeless_drafter_costs_2_percent_and_is_found_again_when_it_is_good(kind, texts):
-    policy, draw = kind(DraftingStats()), random.Random(0)
+    policy, draw, good = kind(DraftingStats()), random.Random(0), World(0.9, 0.95)
     run(World(0.02), policy, 100, draw, texts)
     done = run(World(0.02), policy, 2000, draw, texts)
     assert done.seconds / done.tokens < 1.02 * PLAIN and done.asked < 0.02 * 2000
-    good = World(0.9, 0.95)
     run(good, policy, 2000, draw, texts)
     done = run(good, policy, 1000, draw, texts)
     assert done.tokens / done.seconds > 0.92 * good.best(kind) and 0.98 * 1000 < done.asked < 1000
@@ -188,30 +172,33 @@ def test_the_slower_way_is_looked_at_again():
 
 def test_what_pays_in_a_small_batch_need_not_in_a_large_one():
     """Each size has statistics of its own, and rows that end change the size."""
-    known, draw = DraftingStats(), random.Random(0)
-    for _ in range(3):
-        run(World(0.8, of_draft=0.001), BatchPolicy(known), 100, draw, texts=2)
-        run(World(0.8, of_draft=0.030), BatchPolicy(known), 100, draw, texts=8)
-    assert known.batches[2].is_drafting and not known.batches[4].is_drafting
+    known, draw, asked = DraftingStats(), random.Random(0), {}
+    for _ in range(4):
+        for texts, world in ((2, World(0.8, of_draft=0.001)), (8, World(0.8, of_draft=0.030))):
+            asked[texts] = run(world, BatchPolicy(known), 100, draw, texts).asked
+    assert asked[2] > 90 and asked[8] < 10
     assert known.rounds == 0  # of single texts nothing was learned
 
 
-def test_a_restless_machine_is_no_reason_to_stop_drafting():
-    """Rounds that take half or twice as long as others by chance: drafting pays by a third and looks no dearer."""
-    world, done = World(0.6, noise=0.5), []
-    for seed in range(8):
+@pytest.mark.parametrize(
+    ("world", "generations", "before", "rounds", "share"),
+    [
+        # A restless machine, whose rounds take half or twice as long by chance: drafting pays by a third.
+        (World(0.6, noise=0.5), 8, 300, 1500, 0.75),
+        # A drafter whose rounds bring a tenth more than their price.
+        (World(0.5, start=0.0278, room=2), 10, 0, 400, 0.8),
+    ],
+    ids=["noise", "a small gain"],
+)
+def test_bad_luck_is_no_reason_to_stop_drafting(world, generations, before, rounds, share):
+    done = []
+    for seed in range(generations):
         policy, draw = ChainPolicy(DraftingStats()), random.Random(seed)
-        run(world, policy, 300, draw)
-        done.append(run(world, policy, 1500, draw))
+        run(world, policy, before, draw)
+        done.append(run(world, policy, rounds, draw))
     tokens, seconds, asked, _ = map(sum, zip(*done))
-    assert tokens / seconds > 0.9 * world.best(ChainPolicy) and asked > 0.75 * 8 * 1500
-
-
-def test_a_drafter_that_pays_a_little_is_not_given_up_by_bad_luck():
-    """Ten drafters whose rounds bring a tenth more than their price, through 400 rounds each."""
-    world = World(0.5, start=0.0278, room=2)
-    asked = sum(run(world, ChainPolicy(DraftingStats()), 400, random.Random(seed)).asked for seed in range(10))
-    assert asked > 0.8 * 4000
+    assert asked > share * generations * rounds
+    assert tokens / seconds > 0.9 * world.best(ChainPolicy)
 
 
 def test_what_seemed_too_dear_is_seen_again():
@@ -229,121 +216,22 @@ def test_what_seemed_too_dear_is_seen_again():
 # What is tried
 
 
-def test_what_is_not_known_is_tried():
-    """The first round of a generation and the first trial take longer than others, and tell nothing. Drafts that no
-    line would admit are made in a trial."""
-    known, tried, heard = DraftingStats(), [], []
-    observe = known.costs.observe
-    known.costs.observe = lambda *told: heard.append(told[1]) or observe(*told)
-    policy, world = ChainPolicy(known), World(0.99)
-    for _ in range(12):
-        tried.append(policy.begin(100, [8]))
-        drafts = 0
-        while drafts < tried[-1] and policy.is_open() and policy.admits(0.99):
-            drafts += 1
-        policy.end([outcome(drafts, drafts)], world.seconds(drafts if tried[-1] else None))
-    assert tried == [8, 8, 0, 8, 4, *[8] * 7] and heard[:3] == [None, 8, 4] and known.is_tried
-    assert known.costs.predict(100, 4)[4] == pytest.approx(world.seconds(4) / PLAIN, rel=0.12)
-    assert known.kinds(7) == (7, 0, 7, 4)
-    policy = ChainPolicy(known)  # the next generation knows
-    assert [policy.begin(100, [8]), policy.begin(100, [3])] == [8, 3]
-
-
-def test_where_drafting_pays_trials_become_rare():
-    """With all drafts, with none and with half of them, however little seems worth it."""
-    known, tried = DraftingStats(Heard()), []
-    policy, world = ChainPolicy(known), World(1.0)
-    for round_ in range(1500):
-        room, trials = 0 if round_ in (3, 4, 5, 6) else 8, known.trials
-        count, drafts = policy.begin(100, [room]), 0
-        while drafts < count and policy.is_open() and policy.admits(0.01):  # not worth a second one
-            drafts += 1
-        policy.end([outcome(drafts, drafts)], world.seconds(drafts if policy.is_asked else None))
-        if known.trials > trials:
-            tried.append(round_)
-            assert drafts == [8, 0, 8, 4][trials % 4]
-        assert count <= room and (drafts <= 1 or known.trials > trials or not known.is_tried)
-    apart = [after - before for before, after in itertools.pairwise(tried)]
-    assert tried[:4] == [1, 2, 7, 8] and apart[3:] == [FEW, 2 * FEW, 4 * FEW, 8 * FEW] + [RARE] * len(apart[7:])
-
-
 @pytest.mark.parametrize("kind", [ChainPolicy, TreePolicy])
-def test_a_round_without_room_is_one_without_the_drafter(kind):
-    """As the last of a text is: nothing is asked, no trial is spent, and its seconds are a plain round's."""
-    stats = DraftingStats()
-    policy = kind(stats)
+def test_what_tells_nothing_of_drafts_is_no_trial(kind):
+    """A round without room, as the last of a text, asks nothing. One that compiled takes seconds: drafts would seem
+    free beside it."""
+    known, world = DraftingStats(), World(0.0)
+    policy = kind(known)
     for _ in range(12):
         assert policy.begin(30, [0]) == 0 and not policy.is_asked
         policy.end([outcome(0, 0)], 0.01)
-    assert stats.trials == 0 and not stats.is_tried
-
-
-def test_a_round_that_tells_nothing_is_no_trial():
-    """One that compiled takes seconds: a target that is slow once without drafts would make them seem free."""
-    known, world = DraftingStats(), World(0.0)
+    assert known.trials == 0 and not known.is_tried
     policy = ChainPolicy(known)
     for place in range(30):
         count = policy.begin(100, [8])
         admitted = sum(policy.admits(0.0) for _ in range(count))
         policy.end([outcome(admitted, 0)], None if place % 3 else world.seconds(admitted if count else None))
     assert known.is_tried and known.costs.predict(100, 8)[8] > 1.1
-
-
-def test_intervals_of_probes_double():
-    probes = Probes(RARE // 4)
-    due = [call for call in range(1, 5 * RARE) if probes.is_due()]
-    assert due == [int(RARE * times) for times in (0.25, 0.75, 1.75, 2.75, 3.75, 4.75)]
-
-
-def test_slow_first_rounds_do_not_make_many_drafts_dear():
-    """A drafter's first round with a number of drafts takes twice as long, and what is tried first comes first."""
-    known, world = DraftingStats(), World(1.0)
-    policy, seen, made = ChainPolicy(known), set(), []
-    for _ in range(60):
-        count, drafts = policy.begin(100, [8]), 0
-        while drafts < count and policy.is_open() and policy.admits(0.9):
-            drafts += 1
-        asked = drafts if count else None
-        policy.end([outcome(drafts, drafts)], world.seconds(asked) * (1 if asked in seen or asked is None else 2))
-        seen.add(asked)
-        made.append(drafts)
-    assert made[-20:] == [8] * 20
-    assert known.costs.predict(100, 8)[8] == pytest.approx(world.seconds(8) / PLAIN, rel=0.1)
-
-
-# How a drafter is judged
-
-
-def test_a_probe_that_paid_is_repeated_soon():
-    known = DraftingStats(is_drafting=False, tokens=1.0, cost=2.0, rounds=FEW, probes=Probes(RARE))
-    known.judge(1.0, 1.5)
-    assert not known.is_drafting and known.probes.interval == RARE
-    known.judge(2.0, 1.5)
-    assert not known.is_drafting and known.probes == Probes(FEW)
-    for _ in range(FEW):
-        if not known.is_drafting:
-            known.judge(3.0, 1.5)
-    assert known.is_drafting and known.rounds == FEW and known.probes == Probes(FEW)
-
-
-def test_a_loss_that_chance_can_explain_is_none():
-    """A batch's rounds say more than one text's, and a drafter that is never right leaves little to chance."""
-    for tokens, texts, stops in ((1.9, 1, False), (1.9, 16, True), (1.0, 1, True)):
-        known = DraftingStats(tokens=tokens, cost=tokens / 0.95, rounds=100)
-        known.judge(tokens, tokens / 0.95, texts)
-        assert known.is_drafting != stops
-
-
-def test_means_are_of_recent_rounds():
-    known = DraftingStats()
-    for tokens in (1.0, 2.0, 3.0):
-        known.judge(tokens, 2 * tokens)
-    assert (known.tokens, known.cost, known.rounds) == (2.0, 4.0, 3)
-    for _ in range(1000):
-        known.judge(2.0, 1.0)
-    known.judge(34.0, 33.0)
-    assert (known.tokens, known.cost) == pytest.approx((3.0, 2.0))  # one of 32
-    assert known.speedup == pytest.approx(1.5) and DraftingStats().speedup == 1
 
 
 # What is admitted
@@ -385,12 +273,6 @@ def test_admitted_are_as_many_as_gain_most(chances, tokens, span):
     assert gains[admitted] >= max(gains[1:]) - 0.01 * rate * each * len(chances)  # one is made in any case
 
 
-def test_nothing_is_asked_of_the_drafter_that_even_a_certain_draft_would_not_pay():
-    policy = begun(experienced(5.0, 0.009))  # more than any draft can bring: one is made, as the drafter was asked
-    assert policy.is_open() and policy.admits(0.1)
-    assert not policy.is_open() and not policy.admits(1.0)
-
-
 def test_a_tree_that_nobody_admitted_is_cut_without_a_look_at_it():
     chain = DraftTree.chain(torch.arange(6), list(torch.eye(6)))
     policy = begun(experienced(5.0, 0.04))
@@ -421,8 +303,7 @@ def test_only_drafts_whose_fate_is_known_are_counted(accepted, is_last, told):
 
 
 def test_rows_are_counted_by_the_drafts_that_they_made():
-    """A row with less room, or a drafter that makes fewer drafts than it is asked for, rejects none of the others. A
-    batch that asks its drafter makes a draft: whether that pays is judged by what such a round took."""
+    """A row with less room, or a drafter that makes fewer drafts than it is asked for, rejects none of the others."""
     known, line = DraftingStats(), Heard()
     known.batches[2] = DraftingStats(line)
     policy = BatchPolicy(known)
@@ -430,12 +311,6 @@ def test_rows_are_counted_by_the_drafts_that_they_made():
     policy.end([outcome(8, 3), outcome(2, 2), outcome(6, 1, is_last=True)], 0.03)
     told = [(0, True)] * 3 + [(1, True)] * 2 + [(2, True), (3, False)]
     assert sorted(line.told) == sorted((round(UNKNOWN ** (place + 1), 3), accepted) for place, accepted in told)
-    dear = DraftingStats()
-    run(World(0.5, of_draft=1.0), BatchPolicy(dear), 6, random.Random(0), texts=3)
-    policy = BatchPolicy(dear)
-    policy.begin(100, [8] * 3)
-    policy.end([outcome(8, 0)] * 3, 8.0)
-    assert policy.begin(100, [8] * 3) == 1 and policy.is_asked
 
 
 @pytest.mark.parametrize("are_drawn", [False, True])
@@ -462,65 +337,34 @@ def test_it_learns_of_the_children_of_what_was_accepted(are_drawn):
 # What is drawn at random
 
 
-def conditional(path: tuple[int, ...], kind: int) -> torch.Tensor:
-    """A distribution over four tokens after a path, the drafter's (0) or the target's (1)."""
-    drawn = torch.rand(4, generator=torch.Generator().manual_seed(hash((*path, kind, 7)) % 2**31))
-    return (drawn.pow(2) if kind else drawn).softmax(-1)
-
-
-def law_of(drafted, rule) -> dict[tuple[int, ...], float]:
-    """Of three tokens of text, where `drafted` gives a round's tree."""
-
-    def text() -> tuple[int, ...]:
-        written = [token for token, _ in steps_by(rule, drafted(), lambda path: conditional(path, 1))]
-        while len(written) < 3:
-            written.append(int(torch.multinomial(conditional(tuple(written), 1), 1)))
-        return tuple(written[:3])
-
-    law: dict[tuple[int, ...], float] = defaultdict(float)
-    for probability, written in every_outcome(text):
-        law[written] += probability
-    return law
-
-
-def drafted_by(policy_of):
-    def drafted() -> DraftTree:
-        sampler = DraftSampler(LogitsProcessorList(), True, chain_admission=policy_of())
-        path: list[int] = []
-
-        def steps(k, tokens, rows) -> DraftStep:
-            path[:] = [*path[: max(k - 1, 0)], *([int(tokens[0])] if k else [])]
-            return DraftStep(conditional(tuple(path), 0).log()[None])
-
-        return sampler.grow(torch.zeros(1, 1, dtype=torch.long), 3, steps)
-
-    return drafted
-
-
-def furthest(law: dict[tuple[int, ...], float]) -> float:
-    """How far a law of texts is from the target's, at most."""
-    texts = itertools.product(range(4), repeat=3)
-    true = {text: math.prod(float(conditional(text[:k], 1)[text[k]]) for k in range(3)) for text in texts}
-    return max(abs(law[text] - chance) for text, chance in true.items())
-
-
 def strict() -> ChainPolicy:
     """One that stops at some places of some paths and goes on at others."""
     return begun(experienced(3.5, 0.05))
 
 
+def chain_by(policy: ChainPolicy | None) -> DraftTree:
+    return DraftSampler(LogitsProcessorList(), True, chain_admission=policy).grow(IDS, 3, Talker(3, 5))
+
+
 @pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_text_drawn_at_random_is_distributed_as_the_targets(rule):
-    lengths = {len(drawn) for _, drawn in every_outcome(lambda: tuple(drafted_by(strict)().tokens.tolist()))}
+    lengths = set()
+
+    def drafted() -> DraftTree:
+        chain = chain_by(strict())
+        lengths.add(len(chain))
+        return chain
+
+    assert_text_is_the_targets(rule, 3, drafted)
     assert len(lengths) > 1  # it depends on the path where drafting ends
-    assert furthest(law_of(drafted_by(strict), rule)) < 1e-5
 
 
 @pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_a_policy_that_looks_at_the_token_changes_the_distribution(rule):
     def drafted() -> DraftTree:
-        tree = drafted_by(lambda: None)()
-        likely = [float(q[token]) for q, token in zip(tree.q, tree.tokens)]
-        return tree.first(next((k for k, value in enumerate(likely) if value < 0.25), len(tree)))
+        chain = chain_by(None)
+        likely = [float(q[token]) for q, token in zip(chain.q, chain.tokens)]
+        return chain.first(next((k for k, value in enumerate(likely) if value < 0.35), len(chain)))
 
-    assert furthest(law_of(drafted, rule)) > 0.01
+    with pytest.raises(AssertionError):
+        assert_text_is_the_targets(rule, 3, drafted)

@@ -1,10 +1,10 @@
 """Our drafts are those of the programs that wrote a layout: PyPI's `dflash`, `speculators` and DeepSpec.
 
     .ci/compat                       # makes an environment with these programs and runs the comparisons
-    pytest -m compat tests/compat    # where they are installed; each that is missing says how to get it
+    pytest -m compat tests/compat    # where they are installed
 
-Each layout is compared both ways: ours loads what theirs saved, theirs loads what ours wrote. In every round both
-draft after the same text: greedily, and at temperature 1 with the same random numbers, each from its own
+Each layout is compared both ways: ours loads what theirs saved, theirs loads what ours wrote of that. In every round
+both draft after the same text: greedily, and at temperature 1 with the same random numbers, each from its own
 probabilities. The rounds of dflash and DeepSpec are those of their own loops. speculators trains and has no loop: its
 rounds are the positions of a text, and what it drafts there comes from its training forward along our drafts. Target
 and drafters are random and small.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -44,30 +44,19 @@ SHAPE = dict(
     num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0,
     bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
-HEADS = {"vanilla": "markov", "gated": "gated_markov", "rnn": "recurrent"}
-# Layers of two kinds, in Qwen3's words and, where a window counts from the anchor, in ours.
 MIXED = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6, use_sliding_window=True)
-OURS = {name: MIXED[name] for name in ("layer_types", "sliding_window")}
 PROMPTS, NEW_TOKENS = (8, 16), 24
 
 
 @dataclass
 class Round:
-    """What a program drafted after a text.
+    """What a program drafted after a text."""
 
-    Attributes:
-        ids: The text, `[1, seq]`.
-        tokens: The drafts.
-        numbers: The random numbers that drew them; none greedily.
-        q: `[drafts, vocab]`, the distributions that they were drawn from; `None` where the program does not say.
-        confidence: `[drafts]`, how probable it says each draft's acceptance is; `None` where it does not.
-    """
-
-    ids: Tensor
-    tokens: list[int]
-    numbers: list[float]
-    q: Tensor | None = None
-    confidence: Tensor | None = None
+    ids: Tensor  # [1, seq], the text
+    tokens: list[int]  # the drafts
+    numbers: list[float]  # the random numbers that drew them; none greedily
+    q: Tensor | None = None  # [drafts, vocab], what they were drawn from; `None` where the program does not say
+    confidence: Tensor | None = None  # [drafts], the chance of each draft that it says; `None` where it does not
 
 
 class Draws:
@@ -332,68 +321,41 @@ def rounds_of_deepspec(folder: Path, target: PreTrainedModel, prompt: Tensor, T:
 # The comparison
 
 
-@dataclass
-class Case:
-    """One program and one kind of drafter.
-
-    Attributes:
-        program: The package that has it.
-        kind: What the drafter is called.
-        format: The layout, as `export_dflash` calls it.
-        save: Saves a random one with the program.
-        fields: Our configuration of it.
-        rounds: Drafts with the program after a prompt, at a temperature.
-    """
+class Case(NamedTuple):
+    """A program, what it calls its drafter, the layout as `export_dflash` calls it, what saves a random one with the
+    program, and its drafts after a prompt at a temperature."""
 
     program: str
     kind: str
     format: str
     save: Callable[[Path, PreTrainedModel], None]
-    fields: dict[str, Any]
     rounds: Callable[[Path, PreTrainedModel, Tensor, float], list[Round]]
 
 
 def cases() -> Iterator[Case]:
-    selector = dict(sequential_head="selector", head_rank=RANK, conv_kernel_size=2)
-    for name, windows, ours in (
-        ("", {"is_causal": False}, {}),
-        (", sliding", {**MIXED, "is_causal": False}, {**OURS, "window_from": "slot"}),
-        (", sliding and causal", MIXED, {**OURS, "window_from": "slot", "causal_layers": "sliding"}),
-        (", causal", {"is_causal": True}, {"causal_layers": "all"}),
+    for name, windows in (
+        ("", {"is_causal": False}), (", sliding", {**MIXED, "is_causal": False}), (", sliding and causal", MIXED),
+        (", causal", {"is_causal": True}),
+    ):  # fmt: skip
+        yield Case("dflash", f"DFlash 2{name}", "z-lab", partial(save_with_dflash, windows), rounds_of_dflash)
+    of_selector = {"selector_rank": RANK}
+    for name, algorithm, windows, fields in (
+        ("DFlash 2", "dflash2", {}, of_selector),
+        ("DFlash 2, sliding", "dflash2", MIXED, of_selector),
+        ("DFlash 2, sliding and causal", "dflash2", MIXED, {**of_selector, "sliding_window_non_causal": False}),
+        ("DSpark vanilla, truncated", "dspark", {}, dspark("vanilla", draft_vocab_size=DRAFTED)),
+        ("DSpark gated, a + k", "dspark", {}, dspark("gated", sample_from_anchor=False)),
+        ("DSpark rnn, truncated", "dspark", {}, dspark("rnn", draft_vocab_size=DRAFTED)),
     ):
-        save = partial(save_with_dflash, windows)
-        yield Case("dflash", f"DFlash 2{name}", "z-lab", save, {**selector, **ours}, rounds_of_dflash)
-    for name, windows, fields, ours in (
-        ("", {}, {}, {}),
-        (", sliding", MIXED, {}, OURS),
-        (", sliding and causal", MIXED, {"sliding_window_non_causal": False}, {**OURS, "causal_layers": "sliding"}),
-    ):
-        save = partial(save_with_speculators, "dflash2", windows, {"selector_rank": RANK, **fields})
-        yield Case("speculators", f"DFlash 2{name}", "speculators", save, {**selector, **ours}, rounds_of_speculators)
-    kinds = ("vanilla", True, DRAFTED), ("gated", False, VOCABULARY), ("rnn", True, DRAFTED)
-    for kind, from_anchor, drafted in kinds:
-        theirs = {"markov_head_type": kind, "markov_rank": RANK, "sample_from_anchor": from_anchor}
-        save = partial(save_with_speculators, "dspark", {}, {**theirs, "draft_vocab_size": drafted})
-        ours = dict(sequential_head=HEADS[kind], head_rank=RANK, sample_from_anchor=from_anchor, confidence_head=True)
-        name = f"DSpark {kind}{'' if drafted == VOCABULARY else ', truncated'}{'' if from_anchor else ', a + k'}"
-        ours["draft_vocab_size"] = 0 if drafted == VOCABULARY else drafted
-        yield Case("speculators", name, "speculators", save, ours, rounds_of_speculators)
+        save = partial(save_with_speculators, algorithm, windows, fields)
+        yield Case("speculators", name, "speculators", save, rounds_of_speculators)
     for kind, reads in (("vanilla", True), ("gated", False), ("rnn", True), (None, False)):
-        ours = dict(sequential_head=HEADS.get(kind, "none"), head_rank=RANK, sample_from_anchor=True)
-        ours |= dict(confidence_head=True, confidence_reads_token=reads)
         save = partial(save_with_deepspec, kind, reads)
-        yield Case("deepspec", f"DSpark {kind or 'headless'}", "deepspec", save, ours, rounds_of_deepspec)
+        yield Case("deepspec", f"DSpark {kind or 'headless'}", "deepspec", save, rounds_of_deepspec)
 
 
-def random_drafter(target: PreTrainedModel, fields: dict[str, Any]) -> HyperDFlashDrafter:
-    drafter = HyperDFlashDrafter.from_target(
-        target, reducer="fc", target_layer_ids=READ, mask_token_id=MASK, num_hidden_layers=2, head_dim=16,
-        num_draft_tokens=BLOCK - (0 if fields.get("sample_from_anchor") else 1), **fields,
-    )  # fmt: skip
-    if fields.get("draft_vocab_size"):
-        drafter.draft_ids.copy_(2 + torch.randperm(VOCABULARY - 2)[: len(drafter.draft_ids)].sort().values)
-        drafter.lm_head.weight.data.copy_(target.get_output_embeddings().weight[drafter.draft_ids])
-    return randomize(drafter, 4)
+def dspark(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"markov_head_type": kind, "markov_rank": RANK, "sample_from_anchor": True, **fields}
 
 
 @pytest.mark.compat
@@ -405,14 +367,16 @@ def test_both_draft_the_same(case, written_by, target, tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(require_checkout("DEEPSPEC"))
     else:
         require_package(case.program)
-    if written_by == "theirs":
-        case.save(tmp_path / "drafter", target)
-    else:
-        export_dflash(random_drafter(target, case.fields), tmp_path / "drafter", case.format, target)
-    drafter = load_drafter(tmp_path / "drafter", target=target)
+    folder = tmp_path / "theirs"
+    case.save(folder, target)
+    drafter = load_drafter(folder, target=target)
+    if written_by == "ours":
+        folder = tmp_path / "ours"
+        export_dflash(drafter, folder, case.format, target)
+        drafter = load_drafter(folder, target=target)
     for temperature in (0.0, 1.0):
         for length in PROMPTS:
-            theirs = case.rounds(tmp_path / "drafter", target, torch.randint(2, VOCABULARY, (1, length)), temperature)
+            theirs = case.rounds(folder, target, torch.randint(2, VOCABULARY, (1, length)), temperature)
             assert len(theirs) > 2
             for their in theirs:
                 draws = Draws(their.numbers) if temperature else None
@@ -424,8 +388,9 @@ def test_both_draft_the_same(case, written_by, target, tmp_path, monkeypatch):
 
 def test_our_rounds_draw_with_the_numbers_that_are_given(target):
     """What the comparisons rest on, without another program: each draft by its own number, from its own `q`."""
-    drafter, numbers = random_drafter(target, {"sequential_head": "markov", "head_rank": RANK}), [0.9, 0.1, 0.5, 0.7]
-    ids = torch.randint(2, VOCABULARY, (1, 8))
+    fields = dict(sequential_head="markov", head_rank=RANK, reducer="fc", target_layer_ids=READ, mask_token_id=MASK)
+    drafter = randomize(HyperDFlashDrafter.from_target(target, num_draft_tokens=BLOCK - 1, **fields), 4)
+    ids, numbers = torch.randint(2, VOCABULARY, (1, 8)), [0.9, 0.1, 0.5, 0.7]
     drawn = our_round(drafter, target, ids, BLOCK - 1, Draws(numbers))
     expected = []
     for number, q in zip(numbers, drawn.q.tolist()):

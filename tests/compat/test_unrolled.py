@@ -1,7 +1,7 @@
 """EAGLE-3 and SpecBlock here give the trees and logits of the programs that they come from, on random weights.
 
     .ci/compat                       # makes an environment with these programs and runs the comparisons
-    pytest -m compat tests/compat    # where they are there; each that is missing says how to get it
+    pytest -m compat tests/compat    # where they are there
 
 The programs are SafeAILab's EAGLE, the SpecBlock of its authors, and speculators. Each writes a checkpoint in its own
 layout, and `load_drafter` reads it.

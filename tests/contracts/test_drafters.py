@@ -222,8 +222,8 @@ def test_threads_may_draft_with_one(kind, tmp_path):
     found: list[list[torch.Tensor]] = [[], []]
 
     def write(i):
-        for budget in (None, 8, None):
-            found[i].append(target.generate(prompts[i], assistant_model=drafter, tree_budget=budget, **options))
+        for way in WAYS[:3]:
+            found[i].append(target.generate(prompts[i], assistant_model=drafter, **options, **way))
 
     threads = [threading.Thread(target=write, args=(i,)) for i in range(2)]
     for thread in threads:

@@ -18,7 +18,7 @@ from hf_hyperdflash.hub.found import check_drafter
 from ..conftest import tiny_drafter
 from ..helpers.families import qwen3
 from ..helpers.refusals import Refusal
-from ..helpers.released_layouts import EACH, EMBEDDINGS, LAYOUTS, SLIDING, check_rounds, medusa
+from ..helpers.released_layouts import EACH, EMBEDDINGS, LAYOUTS, PART, SLIDING, check_rounds, medusa
 from ..helpers.tokenizers import characters
 
 BLOCKS = [name for name, layout in LAYOUTS.items() if layout.written is not None]
@@ -83,10 +83,10 @@ MIXED = {"sliding_window": 6, "layer_types": ["full_attention", SLIDING]}
 OURS = {  # what others' drafters do not have, or not together
     "z-lab": (
         {}, {**MIXED, "window_from": "slot"}, {"causal_layers": "all"}, {"target_layer_ids": [EMBEDDINGS, 2]},
-        {"sliding_window": 4, "window_from": "slot", "causal_layers": "sliding"},
+        {"sliding_window": 4, "window_from": "slot", "causal_layers": "sliding"}, {"rope_parameters": PART},
     ),
-    "speculators": ({}, {"sliding_window": 6}, {**MIXED, "causal_layers": "sliding"}),
-    "deepspec": ({"sequential_head": "markov", "head_rank": 4, "sample_from_anchor": True},),
+    "speculators": ({}, {"sliding_window": 6}, {**MIXED, "causal_layers": "sliding"}, {"rope_parameters": PART}),
+    "deepspec": ({"sequential_head": "markov", "head_rank": 4, "sample_from_anchor": True, "rope_parameters": PART},),
 }  # fmt: skip
 
 

@@ -394,7 +394,7 @@ def _rope(config: dict[str, Any]) -> tuple[float, float, float]:
     if kind not in ("default", "mrope", "linear"):  # the first two are the same for text
         raise ValueError(f"the oracle knows only plain RoPE, not {rope}")
     theta = float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"])
-    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    part = rope.get("partial_rotary_factor", _zlab_value(config, "partial_rotary_factor"))
     return theta, rope["factor"] if kind == "linear" else 1.0, 1.0 if part is None else part
 
 

@@ -49,7 +49,7 @@ from hf_hyperdflash.trees.acceptance import sample_index
 from . import oracle_dflash as base
 from .oracle_dflash import THETA, Drafter, Target, Weights
 
-RANK, LAYERS = 8, 2
+RANK, LAYERS, CAP = 8, 2, "final_logit_softcapping"
 
 
 @dataclass(frozen=True)
@@ -279,13 +279,17 @@ def draft(folder: str | Path, target: Target, ids: Tensor, count: int, temperatu
     drafter = read_any(folder, outer)
     weights, config = drafter.weights, drafter.config
     size = config["vocab_size"]
-    embedding = weights.get("embed_tokens.weight", target.get_input_embeddings().weight.float())
+    # Gemma scales what it embeds; drafters read what its first layer does.
+    embedding = weights.get("embed_tokens.weight", target.get_input_embeddings()(torch.arange(size)).float())
+    cap = outer.get("dflash_config", {}).get(CAP, {**config, **outer}.get(CAP))
     kept = torch.arange(config.get("draft_vocab_size") or size) + weights.get("d2t", torch.tensor(0))
     head = weights.get("lm_head.weight", target.get_output_embeddings().weight.float()[kept])
     hidden = base.states(drafter, target, embedding, ids, count, drafter.block_size)
     before, state, tokens, q, confidence = int(ids[0, -1]), torch.zeros(RANK), [], [], []
     for k in range(count):
-        logits = (head @ hidden[k]).masked_fill(kept == drafter.mask_token_id, -torch.inf)  # ours: never drafted
+        logits = head @ hidden[k]
+        logits = torch.tanh(logits / cap) * cap if cap else logits
+        logits = logits.masked_fill(kept == drafter.mask_token_id, -torch.inf)  # ours: never drafted
         judged = hidden[k]
         if "markov_head.markov_w1.weight" in weights:
             vector, state = _markov(weights, hidden[k], before, state)

@@ -1,10 +1,9 @@
-"""A policy that says what it was asked, what came of drafts, and whether costs are known."""
+"""A policy that says what it was asked, and what came of a chain of drafts."""
 
 from __future__ import annotations
 
 import torch
 
-from hf_hyperdflash.auto.costs import RoundCosts
 from hf_hyperdflash.auto.policies import FixedPolicy, Outcome
 from hf_hyperdflash.trees.tree import DraftTree
 
@@ -27,8 +26,3 @@ class Asked(FixedPolicy):
 def outcome(drafts: int, accepted: int, is_last: bool = False) -> Outcome:
     """Of a chain, of which so many were accepted."""
     return Outcome(DraftTree.chain(torch.zeros(drafts, dtype=torch.long)), list(range(accepted)), is_last)
-
-
-def have_learned(costs: RoundCosts) -> bool:
-    """Whether costs were learned from any round."""
-    return hasattr(costs._model, "coef_")

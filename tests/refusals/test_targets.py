@@ -18,7 +18,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
 
 from hf_hyperdflash import PromptLookupDrafter, bind, capture_residual, load_target
@@ -52,11 +51,6 @@ from ..helpers.training import rows, trainer_for
 from ..helpers.tree_drafters import RandomTrees
 
 GREEDY = dict(do_sample=False, max_new_tokens=4)
-INKLING = dict(
-    intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, num_key_value_heads=2, head_dim=16,
-    n_routed_experts=4, num_experts_per_tok=2, sliding_window_size=8, sliding_window=8, unpadded_vocab_size=64,
-    layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
-)  # fmt: skip
 MINIMAX = dict(
     intermediate_size=48, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_local_experts=4, block_size=8,
     layer_types=[LINEAR, FULL, LINEAR],
@@ -72,12 +66,6 @@ def masked_with(token: int):
     made = tiny_drafter(tiny_target())
     made.config.mask_token_id = token  # as an edited config could; a fresh one is refused when it is made
     return made
-
-
-def of_type(model_type: str, fields: dict) -> PreTrainedModel:
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {model_type}")
-    return made(model_type, **fields)
 
 
 def configured(family, **fields) -> PreTrainedModel:
@@ -123,16 +111,8 @@ UNBINDABLE = {
     "states of an unknown kind": (
         lambda: configured(qwen3_next, layer_types=["hybrid", FULL, LINEAR, FULL]), bind, ("(hybrid)", "rewound")
     ),
-    "Inkling's states": (
-        lambda: of_type("inkling_text", INKLING), bind, ("(hybrid, hybrid_sliding)", "rewound", "taken back")
-    ),
-    "Inkling 2's states": (
-        lambda: of_type("inkling2_text", INKLING),
-        lambda target: PromptLookupDrafter(target).bind(target),
-        ("(hybrid, hybrid_sliding)", "rewound"),
-    ),
     "a cache that the model makes itself": (
-        lambda: of_type("minimax", MINIMAX), bind, ("a cache of its own", "rewound", "taken back")
+        lambda: made("minimax", **MINIMAX), bind, ("a cache of its own", "rewound", "taken back")
     ),
     "layers of several streams": (gemma3n, reads((0,)), ("[0]", "gemma3n_text", "4 streams")),
     "layers that no prompt runs": (gemma4_e, reads((-1,)), ("[-1]", "PromptLookupDrafter", "0 to 1")),
@@ -154,9 +134,19 @@ def test_a_target_is_refused_in_one_line_and_stays_as_it_was(name):
     assert type(target) is own and not is_bound(target)
 
 
-def read_layers(ids: list[int]) -> None:
+def read_layers(ids: list[int], folder: Path) -> None:
     with capture_residual(tiny_target(), ids):
         pass
+
+
+def in_float16(run, folder: Path) -> None:
+    tiny_target().half().save_pretrained(folder)
+    run(folder)
+
+
+def train_in_float16(folder: Path) -> None:
+    half = AutoModelForCausalLM.from_pretrained(folder, dtype="float16")
+    trainer_for(folder / "run", half, tiny_drafter(half), rows(2))
 
 
 def assisted_by_linear_attention(folder: Path) -> None:
@@ -206,20 +196,18 @@ def load_changed(change, folder: Path) -> None:
     load_target(folder)
 
 
-def in_float16(run, folder: Path) -> None:
-    tiny_target().half().save_pretrained(folder)
-    run(folder)
-
-
-def train_in_float16(folder: Path) -> None:
-    half = AutoModelForCausalLM.from_pretrained(folder, dtype="float16")
-    trainer_for(folder / "run", half, tiny_drafter(half), rows(2))
+def cropped_linear(count: int, folder: Path) -> None:
+    target = bind(qwen3_next().eval())
+    cache = make_linear_rewindable(DynamicCache(config=target.config))
+    with torch.no_grad():
+        target(prompt(9), use_cache=True, **{CACHE: cache})
+    next(layer for layer in cache.layers if isinstance(layer, RewindableLinearLayer)).crop(count)
 
 
 V4_LAYERS = {
-    "sliding": lambda: RewindableSlidingCacheLayer(5, max_rewind=4),
-    "HCA": lambda: RewindableHCACacheLayer(tiny_config(), max_rewind=4),
-    "CSA": lambda: RewindableCSACacheLayer(tiny_config(), max_rewind=4),
+    "sliding": partial(RewindableSlidingCacheLayer, 5),
+    "HCA": partial(RewindableHCACacheLayer, tiny_config()),
+    "CSA": partial(RewindableCSACacheLayer, tiny_config()),
 }
 
 
@@ -230,79 +218,74 @@ def fed(layer, count: int):
 
 
 def cropped(kind: str, count: int, recording: bool, folder: Path) -> None:
-    layer = V4_LAYERS[kind]()
+    layer = V4_LAYERS[kind](max_rewind=4)
     layer.record_past = recording
     fed(layer, 9).crop(count)
 
 
-def cropped_linear(count: int, folder: Path) -> None:
-    target = bind(qwen3_next().eval())
-    cache = make_linear_rewindable(DynamicCache(config=target.config))
-    with torch.no_grad():
-        target(prompt(9), use_cache=True, **{CACHE: cache})
-    next(layer for layer in cache.layers if isinstance(layer, RewindableLinearLayer)).crop(count)
+def reaching(kind: str | None, value: object, folder: Path) -> None:
+    make_rewindable(DynamicCache(config=tiny_config()), value) if kind is None else V4_LAYERS[kind](max_rewind=value)
 
 
-def make_foreign_rewindable(kind: type, given: object, folder: Path) -> None:
-    make_rewindable(Cache(layers=[type("Foreign", (kind,), {"_layer_type": None})(given)]))
+def foreign(kind: type, given: object):
+    return type("Foreign", (kind,), {"_layer_type": None})(given)
 
 
-def make_cropped_rewindable(folder: Path) -> None:
+def without_keys():
     """A stock layer whose own crop lost keys."""
     layer = DynamicSlidingWindowLayer(5)
     layer.activate_past_recording()
     fed(layer, 12)
     for _ in range(2):
         layer.crop(-2)
-    make_rewindable(Cache(layers=[layer]))
+    return layer
 
 
-def make_uneven_rewindable(folder: Path) -> None:
+def uneven():
     """A stock layer whose own crop left the compressor what it has seen."""
     layer, projections = DeepseekV4CSACache(tiny_config()), torch.zeros(1, 3, 4)
     layer.store_compression_weights("compressor", projections, projections)
     fed(layer, 3).crop(-2)
-    make_rewindable(Cache(layers=[layer]))
+    return layer
 
 
-def update_with_other_values(folder: Path) -> None:
-    keys = torch.zeros(1, 1, 2, 3)
-    V4_LAYERS["sliding"]().update(keys, keys.clone())
+def made_rewindable(layer, folder: Path) -> None:
+    """Whose cache stays as it was, other layers too."""
+    cache = Cache(layers=[DynamicSlidingWindowLayer(5), layer()])
+    before = list(cache.layers)
+    try:
+        make_rewindable(cache)
+    finally:
+        assert cache.layers == before
 
 
-VIRTUAL = [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig]
+VIRTUAL, FOREIGN = ("PEFT", "virtual tokens", "LoRA"), ("Foreign", "DynamicCache")
 REFUSED = {
-    "a drafter of a target with more tokens": Refusal(
-        lambda _: bind(tiny_target(vocab_size=60)).generate(prompt(5), assistant_model=drafter(), **GREEDY),
-        ("64", "60"),
-    ),
     "a drafter alone": Refusal(lambda _: drafter().generate(prompt(5)), ("drafter.bind(target)",)),
     "an assistant with linear attention": Refusal(assisted_by_linear_attention, ("linear attention",)),
-    "layers beyond the last": Refusal(lambda _: read_layers([99]), ("99", "0 to 2", "-1")),
-    "layers before the first": Refusal(lambda _: read_layers([0, -2]), ("-2", "0 to 2")),
+    "layers beyond the last": Refusal(partial(read_layers, [99]), ("99", "0 to 2", "-1")),
+    "layers before the first": Refusal(partial(read_layers, [0, -2]), ("-2", "0 to 2")),
     "images": Refusal(with_images, ("text only", "leave")),
-    **{
-        f"{kind.__name__}, {where}": Refusal(partial(with_virtual_tokens, kind, where), words, error)
-        for kind in VIRTUAL
-        for where, words, error in (
-            ("bound", ("PEFT", "virtual tokens", "LoRA"), ValueError),
-            ("inside", ("PEFT", "virtual tokens", "LoRA"), ValueError),
-            ("saved", ("prompt or prefix tuning", "merge"), OSError),
-        )
-    },
+    "prompt tuning, bound": Refusal(partial(with_virtual_tokens, PromptTuningConfig, "bound"), VIRTUAL),
+    "prefix tuning, inside": Refusal(partial(with_virtual_tokens, PrefixTuningConfig, "inside"), VIRTUAL),
+    "an encoder of prompts, saved": Refusal(
+        partial(with_virtual_tokens, PromptEncoderConfig, "saved"), ("prompt or prefix tuning", "merge"), OSError
+    ),
     "a text over a restart of its cache": Refusal(partial(over_its_restart, 10, 15), ("25", "max_length=24")),
     "one token over it": Refusal(partial(over_its_restart, 24, 1), ("25", "max_length=24")),
     "weights that are not finite": Refusal(
         partial(load_changed, lambda tensor: torch.full_like(tensor, torch.nan)), ("not finite",)
     ),
     "weights that are missing": Refusal(partial(load_changed, lambda tensor: None), ("1 missing",)),
-    "float16, loaded": Refusal(partial(in_float16, partial(load_target, dtype="float16")), ("float16", "float32")),
-    "float16, the checkpoint's own": Refusal(partial(in_float16, load_target), ("float16", "float32")),
-    "float16, bound": Refusal(
-        partial(in_float16, lambda folder: bind(AutoModelForCausalLM.from_pretrained(folder, dtype="float16"))),
-        ("float16", "float32"),
-    ),
-    "float16, trained": Refusal(partial(in_float16, train_in_float16), ("float16", "cannot run")),
+    **{
+        f"float16, {how}": Refusal(partial(in_float16, run), ("float16", word))
+        for how, run, word in (
+            ("loaded", partial(load_target, dtype="float16"), "float32"),
+            ("the checkpoint's own", load_target, "float32"),
+            ("bound", lambda folder: bind(AutoModelForCausalLM.from_pretrained(folder, dtype="float16")), "float32"),
+            ("trained", train_in_float16, "cannot run"),
+        )
+    },
     "a tokenizer that is none": Refusal(
         lambda _: find_mask_token(tiny_target(), "words"), ("`tokenizer`", "'words'", "AutoTokenizer")
     ),
@@ -323,27 +306,22 @@ REFUSED = {
         partial(cropped_linear, -1), ("1 tokens", "of 0 recorded tokens"), RuntimeError
     ),
     **{
-        f"a reach of {value!r}": Refusal(
-            lambda _, value=value, made=made: made(value), ("`max_rewind`", repr(value), "at least 1")
-        )
-        for value, made in (
-            (0, lambda value: RewindableSlidingCacheLayer(5, max_rewind=value)),
-            (-1, lambda value: RewindableHCACacheLayer(tiny_config(), max_rewind=value)),
-            (1.5, lambda value: RewindableCSACacheLayer(tiny_config(), max_rewind=value)),
-            (True, lambda value: make_rewindable(DynamicCache(config=tiny_config()), value)),
-            (None, lambda value: make_rewindable(DynamicCache(config=tiny_config()), value)),
+        f"a reach of {value!r}": Refusal(partial(reaching, kind, value), ("`max_rewind`", repr(value), "at least 1"))
+        for kind, value in (("sliding", 0), ("HCA", -1), ("CSA", 1.5), (None, True), (None, None))
+    },
+    "values that are not the keys": Refusal(
+        lambda _: V4_LAYERS["sliding"](4).update(*torch.zeros(2, 1, 1, 2, 3)), ("(1, 1, 2, 3)", "same tensor")
+    ),
+    "no cache": Refusal(lambda _: make_rewindable(()), ("tuple", "DynamicCache"), TypeError),
+    **{
+        name: Refusal(partial(made_rewindable, layer), words, error)
+        for name, layer, words, error in (
+            ("somebody's sliding layer", partial(foreign, DynamicSlidingWindowLayer, 5), FOREIGN, TypeError),
+            ("somebody's compressed layer", partial(foreign, DeepseekV4HCACache, tiny_config()), FOREIGN, TypeError),
+            ("a layer that lost keys", without_keys, ("8 tokens", "last 2", "expected 4"), ValueError),
+            ("a compressor that saw more than its layer", uneven, ("of 1 tokens", "seen 3"), ValueError),
         )
     },
-    "values that are not the keys": Refusal(update_with_other_values, ("(1, 1, 2, 3)", "same tensor")),
-    "no cache": Refusal(lambda _: make_rewindable(()), ("tuple", "DynamicCache"), TypeError),
-    "somebody's sliding layer": Refusal(
-        partial(make_foreign_rewindable, DynamicSlidingWindowLayer, 5), ("Foreign", "DynamicCache"), TypeError
-    ),
-    "somebody's compressed layer": Refusal(
-        partial(make_foreign_rewindable, DeepseekV4HCACache, tiny_config()), ("Foreign", "DynamicCache"), TypeError
-    ),
-    "a layer that lost keys": Refusal(make_cropped_rewindable, ("8 tokens", "last 2", "expected 4")),
-    "a compressor that saw more than its layer": Refusal(make_uneven_rewindable, ("of 1 tokens", "seen 3")),
 }
 if REWINDABLE_QWEN4:
     REFUSED["a mean that no norm follows"] = Refusal(

@@ -1,1 +1,1 @@
-"""One file a defect: each fails on the commit before its mend."""
+"""What users saw, one file a sight: each test fails on the commit before its mend."""

@@ -1,5 +1,5 @@
-"""A fine-tuned target with more rows in its embedding keeps the drafter of its original: the ids are the same. That
-its text stays its own with every kind of drafter is in tests/contracts."""
+"""A fine-tuned target with more rows in its embedding was refused the drafter of its original, whose ids are the same.
+That its text stays its own with every kind of drafter is in tests/contracts."""
 
 from __future__ import annotations
 
@@ -63,33 +63,6 @@ def test_a_bound_target_may_get_more_rows(kind, rows, tmp_path):
         Refusal(call, (str(KNOWN), str(KNOWN - 4))).check()
 
 
-def test_a_line_says_so_once(caplog):
-    original = qwen3()
-    drafter, target = tiny_drafter(original), fine_tuned(original)
-    caplog.clear()
-    drafter.bind(original)
-    assert not caplog.messages
-    for _ in range(2):
-        drafter.bind(target)
-        target.generate(prompt(5), **GREEDY, assistant_model=drafter)
-    (line,) = caplog.messages
-    assert str(KNOWN) in line and str(ALL) in line
-
-
-def test_other_ids_are_refused():
-    original = qwen3()
-    drafter = tiny_drafter(original)
-    torch.manual_seed(2)
-    for other, rows, word in (
-        (families.llama(), ALL, "llama"),  # another model, by its kind
-        (families.qwen3(8), ALL, "8 layers"),
-        (original, KNOWN + 5000, str(KNOWN + 5000)),  # too many to be special tokens
-    ):
-        other = copy.deepcopy(other)
-        other.resize_token_embeddings(rows)
-        Refusal(partial(drafter.bind, other), ("vocab_size", str(KNOWN), word)).check()
-
-
 def save_tokenizer(folder, words):
     backend = Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token=words[0]))
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=words[0]).save_pretrained(folder)
@@ -97,20 +70,52 @@ def save_tokenizer(folder, words):
 
 
 @pytest.mark.parametrize("added", [8, 5000])
-def test_tokenizers_tell_where_they_are_there(tmp_path, added):
-    """With as many more tokens at its end one has the same ids, and with them at its beginning others."""
+def test_tokenizers_tell_where_they_are_there(tmp_path, added, caplog):
+    """With as many more tokens at its end one has the same ids, of which a line is told once; with them at its
+    beginning others."""
     own, more = [f"word {id}" for id in range(KNOWN)], [f"tool {id}" for id in range(added)]
     original = qwen3()
     original.config._name_or_path = save_tokenizer(tmp_path / "original", own)
-    drafter = tiny_drafter(original)
-    for name, words in {"tuned": own + more, "other": more + own}.items():
-        target = copy.deepcopy(original)
-        target.resize_token_embeddings(KNOWN + added)
-        target.config._name_or_path = save_tokenizer(tmp_path / name, words)
-        if name == "tuned":
-            drafter.bind(target)
-            continue
-        Refusal(partial(drafter.bind, target), ("vocab_size", str(KNOWN), str(KNOWN + added))).check()
+    drafter, tuned = tiny_drafter(original), copy.deepcopy(original)
+    tuned.resize_token_embeddings(KNOWN + added)
+    tuned.config._name_or_path = save_tokenizer(tmp_path / "tuned", own + more)
+    caplog.clear()
+    drafter.bind(original)
+    assert not caplog.messages
+    for _ in range(2):
+        drafter.bind(tuned)
+        tuned.generate(prompt(5), **GREEDY, assistant_model=drafter)
+    told = [line for line in caplog.messages if str(KNOWN + added) in line]
+    assert len(told) == 1 and str(KNOWN) in told[0]
+    tuned.config._name_or_path = save_tokenizer(tmp_path / "other", more + own)
+    Refusal(tiny_drafter(original).bind, ("vocab_size", str(KNOWN), str(KNOWN + added))).check(tuned)
+
+
+def gemma3_in(folder):
+    """For whose folder, without a tokenizer, transformers makes one of a few tokens, which tells nothing."""
+    torch.manual_seed(1)
+    target = families.gemma3().eval()
+    target.save_pretrained(folder)
+    target.config._name_or_path = str(folder)
+    return target
+
+
+OTHERS = {  # whose drafter it is, who gets it, with how many rows, and what is said beside both numbers
+    "another kind of model": (lambda _: qwen3(), lambda _: families.llama(), ALL, "llama"),
+    "another depth": (lambda _: qwen3(), lambda _: families.qwen3(8), ALL, "8 layers"),
+    "too many to be special tokens": (lambda _: qwen3(), lambda _: qwen3(), KNOWN + 5000, str(KNOWN + 5000)),
+    "a folder without a tokenizer": (gemma3_in, gemma3_in, 3 * KNOWN, str(3 * KNOWN)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_ids_are_refused(name, tmp_path):
+    original, other, rows, word = OTHERS[name]
+    drafter = HyperDFlashDrafter.from_target(original(tmp_path), target_layer_ids=[0], num_hidden_layers=1)
+    assert drafter.config.mask_token_id == 0  # padding, and not the first that such a tokenizer does not use
+    target = other(tmp_path)
+    target.resize_token_embeddings(rows)
+    Refusal(drafter.bind, ("vocab_size", str(KNOWN), word)).check(target)
 
 
 @pytest.mark.parametrize("changed", [0.0, 0.02, 1.0], ids=["resized", "fine-tuned", "another"])
@@ -146,17 +151,3 @@ def test_commands_take_it(tmp_path):
     exported = load_drafter(tmp_path / "export", target=original, dtype="float32")
     exported.bind(target)
     assert torch.equal(target.generate(prompt(11), **GREEDY, assistant_model=exported), text)
-
-
-def test_a_folder_without_a_tokenizer_tells_nothing(tmp_path):
-    """For which transformers makes one of a few tokens, of some models."""
-    targets = []
-    for rows in (KNOWN, 3 * KNOWN):
-        torch.manual_seed(1)
-        targets.append(families.gemma3().eval())
-        targets[-1].resize_token_embeddings(rows)
-        targets[-1].save_pretrained(tmp_path / str(rows))
-        targets[-1].config._name_or_path = str(tmp_path / str(rows))
-    drafter = HyperDFlashDrafter.from_target(targets[0], target_layer_ids=[0], num_hidden_layers=1)
-    assert drafter.config.mask_token_id == 0  # padding, and not the first that such a tokenizer does not use
-    Refusal(partial(drafter.bind, targets[1]), ("vocab_size", str(KNOWN), str(3 * KNOWN))).check()

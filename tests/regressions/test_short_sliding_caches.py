@@ -1,5 +1,5 @@
-"""Static caches of targets whose layers slide: with fewer columns than window and text, where transformers writes on
-in the shorter window, and with room for texts of any length, for which a drafter's graphs are made once."""
+"""In static caches with fewer columns than window and text another text was written than transformers does, which
+writes on in the shorter window; and each length of text compiled a drafter's graphs again."""
 
 import copy
 

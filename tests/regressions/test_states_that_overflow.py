@@ -1,4 +1,5 @@
-"""A drafter whose states overflow in float16: the text is the target's, and a warning says it once, as at loading."""
+"""Nothing was ever accepted of a drafter whose states overflow in float16, and nobody said why: the text is the
+target's, and a warning says it once, as at loading."""
 
 from __future__ import annotations
 
@@ -56,6 +57,12 @@ def overflowing(drafter):
     return drafter.half()
 
 
+def compiling() -> dict:
+    config = CompileConfig(mode=None, fullgraph=True, backend="eager")
+    config._compile_all_devices = True  # a CPU's, too
+    return dict(cache_implementation="static", compile_config=config)
+
+
 WAYS = {
     "chain": {},
     "drawn chain": dict(do_sample=True),
@@ -65,57 +72,36 @@ WAYS = {
     "drawn auto": dict(num_assistant_tokens="auto", do_sample=True),
     "auto nodes": dict(num_assistant_tokens="auto", tree_budget="auto"),
     "static cache": dict(cache_implementation="static"),
+    "compiled": compiling(),  # takes 5 s: rounds are traced
+    "rows": dict(do_sample=True, tree_budget=6),
 }
-
-
 # On each change every kind as a chain and as a tree, and a block in every way.
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    mostly_nightly(
-        sorted(product(KINDS, WAYS), key=lambda pair: pair[0] != "block" and pair[1] not in ("chain", "tree")), 18
-    ),
-)
+CASES = sorted(product(KINDS, WAYS), key=lambda pair: pair[0] != "block" and pair[1] not in ("chain", "tree"))
+
+
+@pytest.mark.parametrize(("kind", "way"), mostly_nightly(CASES, 20))
 def test_scores_that_are_not_finite_are_told_of_once(kind, way, caplog):
-    target = qwen3()
+    target, options = qwen3(), {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, **WAYS[way]}
+    if way == "rows":  # of a target that is in float16 itself, which the warning does not depend on
+        target = target.half()
     drafter = overflowing(KINDS[kind](target))
     drafter.bind(target)
-    options = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, **WAYS[way]}
-    out = target.generate(prompt(8), assistant_model=drafter, **options)
-    assert drafter.last_stats.tau == 1 and out.shape[1] == 8 + NEW
-    if not options["do_sample"]:
-        assert torch.equal(out, target.generate(prompt(8), do_sample=False, max_new_tokens=NEW, pad_token_id=0))
-    target.generate(prompt(9), assistant_model=drafter, **options)
+    torch._dynamo.reset()
+    for length in (8, 9):
+        ids = torch.cat([prompt(length, seed=seed) for seed in range(3 if way == "rows" else 1)])
+        out = target.generate(ids, assistant_model=drafter, **options)
+        assert drafter.last_stats.tau == 1 and out.shape[1] == length + NEW
+        if not options["do_sample"]:
+            plain = target.generate(ids, do_sample=False, max_new_tokens=NEW, pad_token_id=0)
+            assert torch.equal(out, plain)
+    torch._dynamo.reset()
     assert len(of_dtypes(caplog)) == 1
-
-
-# Takes seconds: a drafter's pass is traced.
-@pytest.mark.parametrize("kind", mostly_nightly(["block", "eagle3"]))  # 5 s each: rounds are compiled
-def test_a_compiled_drafter_is_looked_at_eagerly(kind, caplog):
-    target = qwen3()
-    drafter = overflowing(KINDS[kind](target))
-    drafter.bind(target)
-    config = CompileConfig(mode=None, fullgraph=True, backend="eager")
-    config._compile_all_devices = True  # a CPU's, too
-    options = dict(do_sample=False, max_new_tokens=NEW, cache_implementation="static", compile_config=config)
-    torch._dynamo.reset()
-    target.generate(prompt(8), assistant_model=drafter, **options)
-    assert drafter.last_stats.tau == 1 and len(of_dtypes(caplog)) == 1
-    torch._dynamo.reset()
 
 
 def of_dtypes(caplog):
     """What was said of dtypes."""
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     return [line for line in said if "float16" in line and "bfloat16" in line]
-
-
-def test_the_rows_of_a_batch_and_a_target_in_float16(caplog):
-    target = qwen3().half()
-    drafter = overflowing(KINDS["eagle3"](target))
-    drafter.bind(target)
-    ids = torch.cat([prompt(8, seed=seed) for seed in range(3)])
-    target.generate(ids, assistant_model=drafter, do_sample=True, max_new_tokens=NEW, pad_token_id=0, tree_budget=6)
-    assert drafter.last_stats.tau == 1 and len(of_dtypes(caplog)) == 1
 
 
 @pytest.mark.parametrize("rule", SAMPLING_RULES)

@@ -1,4 +1,4 @@
-"""`generate --compare` shows the target's own text before it warms the drafter up."""
+"""`generate --compare` let its user wait for the drafter to warm up before the target's own text was shown."""
 
 from transformers import GenerationMixin
 from typer.testing import CliRunner

@@ -1,4 +1,5 @@
-"""Embeddings, heads and norms that cannot have been trained: loading and the doctor say which, and what engines do."""
+"""Exports whose embedding, head or norms were never trained loaded in silence: loading and the doctor say which, and
+what engines do with them."""
 
 from __future__ import annotations
 
@@ -43,9 +44,12 @@ def target():
     return families.qwen3(layers=8).eval()
 
 
-def warned(caplog):
-    """Those who said something, and what."""
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+def loaded(caplog, folder, name, **options):
+    """The drafter, and the lines that name one of its weights."""
+    caplog.clear()
+    drafter = load_drafter(folder, **options)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return drafter, [line for line in said if name in line]
 
 
 def trained(kind, target, **fields):
@@ -57,23 +61,22 @@ def trained(kind, target, **fields):
 
 
 @pytest.mark.parametrize("how", UNTRAINED)
-@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
-@pytest.mark.parametrize("kind", ["eagle3", "specblock"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("eagle3", "embed_tokens.weight"), ("eagle3", "lm_head.weight"), ("specblock", "lm_head.weight")],
+)
 def test_a_table_that_was_never_trained_is_named(kind, name, how, target, tmp_path, caplog):
-    drafter = trained(kind, target)
-    drafter.save_pretrained(tmp_path, with_code=False)
-    caplog.clear()
-    load_drafter(tmp_path)
-    assert not [line for line in warned(caplog) if name in line]
+    """And is used as it is."""
+    trained(kind, target).save_pretrained(tmp_path, with_code=False)
+    assert not loaded(caplog, tmp_path, name)[1]
     tensors = load_file(tmp_path / "model.safetensors")
     torch.manual_seed(0)
     tensors[name] = UNTRAINED[how](tensors[name])
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    loaded = load_drafter(tmp_path)
-    (line,) = [line for line in warned(caplog) if name in line]
+    drafter, (line,) = loaded(caplog, tmp_path, name)
     assert str(tmp_path) in line and "vLLM" in line and "SGLang" in line and "\n" not in line
-    assert torch.equal(loaded.state_dict()[name], tensors[name])  # it is used as it is
-    (problem,) = check_weights(Examination(target, loaded, characters()))
+    assert torch.equal(drafter.state_dict()[name], tensors[name])  # it is used as it is
+    (problem,) = check_weights(Examination(target, drafter, characters()))
     assert problem[0] == "untrained weights" and name in problem[1]
 
 
@@ -84,9 +87,7 @@ def test_norms_at_zero_are_named(target, tmp_path, caplog):
         drafter.layers[0].input_layernorm.weight.zero_()
         drafter.fc_norm.weight.zero_()
     drafter.save_pretrained(tmp_path, with_code=False)
-    caplog.clear()
-    load_drafter(tmp_path)
-    (line,) = [line for line in warned(caplog) if "norm" in line]
+    _, (line,) = loaded(caplog, tmp_path, "norm")
     assert "layers.0.input_layernorm.weight" in line and "fc_norm" not in line
 
 
@@ -100,9 +101,8 @@ def test_an_export_that_left_the_embedding_as_it_was_made(layout, how, target, t
     for embedding, count in ((table, 0), (UNTRAINED[how](table), 1)):
         save_file({**tensors, "embed_tokens.weight": embedding}, tmp_path / "model.safetensors")
         for given in (None, target) if layout == "safeailab" else (None,):
-            caplog.clear()
-            drafter = load_drafter(tmp_path, target=given)
-            assert len([line for line in warned(caplog) if "embed_tokens.weight" in line]) == count
+            drafter, lines = loaded(caplog, tmp_path, "embed_tokens.weight", target=given)
+            assert len(lines) == count
     assert ("embed_tokens.weight" in drafter.state_dict()) == (layout == "safeailab")
 
 
@@ -125,6 +125,4 @@ def test_a_few_steps_of_training_are_told_from_none(tmp_path, caplog):
     drafter = tiny_drafter(model.eval(), target_layer_ids=[0], draft_vocab_size=512)
     drafter.save_pretrained(tmp_path / "after", with_code=False)
     for folder, count in (("before", 1), ("after", 0)):
-        caplog.clear()
-        load_drafter(tmp_path / folder)
-        assert len([line for line in warned(caplog) if "lm_head.weight" in line]) == count
+        assert len(loaded(caplog, tmp_path / folder, "lm_head.weight")[1]) == count

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DeepseekV4Config, DynamicCache
+from transformers import DeepseekV4Config
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
@@ -26,9 +26,8 @@ from hf_hyperdflash.targets.caches.deepseek_v4 import (
     RewindableSlidingCacheLayer,
     make_rewindable,
 )
-from hf_hyperdflash.targets.caches.name import CACHE
 
-from ..conftest import CSA, HCA, SLIDING, prompt, tiny_config, tiny_target
+from ..conftest import CSA, HCA, SLIDING, tiny_config
 
 STOCK = {SLIDING: DynamicSlidingWindowLayer, CSA: DeepseekV4CSACache, HCA: DeepseekV4HCACache}
 REWINDABLE = {SLIDING: RewindableSlidingCacheLayer, CSA: RewindableCSACacheLayer, HCA: RewindableHCACacheLayer}
@@ -135,27 +134,22 @@ STATES = ("buffer_kv", "buffer_gate", "compressed_kv", "overlap_kv", "overlap_ga
 
 def assert_bit_equal(actual: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> None:
     if actual is None or expected is None:
-        assert actual is expected, f"{what}: {actual} is not {expected}"
+        assert actual is expected, what
         return
-    assert actual.dtype == expected.dtype and actual.device == expected.device, what
-    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    assert torch.equal(actual, expected), what
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=what)
 
 
 def assert_same_state(layer, expected) -> None:
     """Every public tensor and counter of the layer equals the stock layer's."""
-    assert layer.cumulative_length == expected.cumulative_length
+    for counter in ("cumulative_length", "is_initialized", "entry_count"):
+        assert getattr(layer, counter, None) == getattr(expected, counter, None), counter
     assert layer.get_seq_length() == expected.get_seq_length()
     assert layer.get_mask_sizes(3) == expected.get_mask_sizes(3)
-    assert layer.is_initialized == expected.is_initialized
-    assert getattr(layer, "entry_count", None) == getattr(expected, "entry_count", None)
     assert layer.keys is layer.values
     assert_bit_equal(layer.keys, expected.keys, "keys")
     for state in STATES:
-        if hasattr(expected, state):
-            assert getattr(layer, state).keys() == getattr(expected, state).keys()
-            for name, tensor in getattr(expected, state).items():
-                assert_bit_equal(getattr(layer, state)[name], tensor, f"{state}[{name}]")
+        for name, tensor in getattr(expected, state, {}).items():
+            assert_bit_equal(getattr(layer, state)[name], tensor, f"{state}[{name}]")
 
 
 def storages_of(thing) -> dict[int, int]:
@@ -264,18 +258,6 @@ def test_after_any_acts_a_layer_is_a_stock_one_that_saw_what_is_left(kind, data,
         assert layer.can_verify_trees == (kind != CSA or closed == 0 or closed > unknown)
 
 
-@kinds
-def test_early_initialized_layer_can_be_cropped_by_nothing(kind):
-    layer = rewindable_layer(kind)
-    empty = torch.zeros(1, 1, 0, 3)
-    layer.lazy_initialization(empty, empty)
-    layer.crop(0)
-    assert layer.undoable_tokens == 0
-    history = Tokens.random(1, 9)
-    feed(layer, history)
-    assert_same_state(layer, feed_in_chunks(stock_layer(kind), history, 9))
-
-
 @PROPERTY
 @given(
     data=st.data(),
@@ -321,12 +303,11 @@ def test_refused_cache_crop_leaves_every_layer_as_it_was(data, shape, hca_rate, 
 
 def bound_in_bytes(kind: str, window: int, rate: int, max_rewind: int, batch: int) -> int:
     """What keys, open windows and records may hold, whatever the sequence length; compressed entries not included."""
-    floats_per_key, floats_per_token = 3, 0 if kind == SLIDING else 2 * (2 * FEATURES["compressor"])
-    if kind == CSA:
-        # The indexer on top, and the overlap slices: half of kv and gate once more.
-        floats_per_token = (floats_per_token + 2 * (2 * FEATURES["indexer"])) * 3 // 2
+    floats_per_token = 0 if kind == SLIDING else 4 * FEATURES["compressor"]
+    if kind == CSA:  # the indexer on top, and the overlap slices: half of kv and gate once more
+        floats_per_token = (floats_per_token + 4 * FEATURES["indexer"]) * 3 // 2
     keys, tokens = 2 * (window - 1 + max_rewind), 4 * (max_rewind + rate) + 2 * rate
-    return 4 * batch * (keys * floats_per_key + tokens * floats_per_token)
+    return 4 * batch * (3 * keys + tokens * floats_per_token)
 
 
 @kinds
@@ -356,60 +337,6 @@ def test_without_recording_memory_is_the_stock_layers_with_keys_and_values_in_on
         assert_bit_equal(seen, stock_seen, "keys seen by the new tokens")
         assert_same_state(layer, stock)
         assert held_bytes(layer) <= stock_bytes(kind, layer, stock)
-
-
-# The rest of the cache interface
-
-
-@kinds
-@pytest.mark.parametrize("recording", [True, False])
-def test_offload_moves_the_keys_once_and_leaves_the_compressor(kind, recording):
-    layer, stock, history = rewindable_layer(kind, recording=recording), stock_layer(kind), Tokens.random(2, 30)
-    layer.offload(), layer.prefetch()
-    for start in range(0, 30, 6):
-        for one in (layer, stock):
-            one.prefetch()
-            feed(one, history[start : start + 6])
-            one.offload()
-    assert_same_state(layer, stock)
-    # There is no second device to move to here: "meta" shows what would move.
-    layer.device = torch.device("meta")
-    layer.prefetch()
-    assert layer.keys is layer.values and layer.keys.device.type == "meta"
-    with pytest.raises(NotImplementedError):  # "meta" gives nothing back
-        layer.offload()
-    assert kind == SLIDING or layer.buffer_kv["compressor"].device.type == "cpu"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="cache offloading needs a GPU")
-def test_offloading_cache_on_gpu():
-    model, ids = tiny_target().to("cuda"), torch.cat([prompt(40), prompt(40, seed=1)]).to("cuda")
-    cache = make_rewindable(DynamicCache(config=model.config, offloading=True), 8)
-    cache.activate_past_recording()
-    with torch.no_grad():
-        for start in range(0, 30, 5):
-            model(ids[:, start : start + 5], **{CACHE: cache})
-            cache.crop(0)
-        model(ids[:, 35:], **{CACHE: cache})
-        cache.crop(-5)
-        logits = model(ids[:, 30:], **{CACHE: cache}).logits
-        expected = model(ids).logits[:, 30:]
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-
-
-@kinds
-def test_a_foreign_layer_or_one_that_the_stock_crop_broke_changes_no_cache(kind):
-    class Foreign(STOCK[kind]):
-        _layer_type = None
-
-    stock, broken = stock_layer(kind), stock_layer(CSA)
-    feed(broken, Tokens.random(1, 4))
-    broken.crop(-2)
-    for wrong in (Foreign(5 if kind == SLIDING else tiny_config()), broken):
-        cache = Cache(layers=[stock, wrong])
-        with pytest.raises((TypeError, ValueError)):
-            make_rewindable(cache)
-        assert cache.layers == [stock, wrong]
 
 
 def test_transformers_keeps_its_own_layer_types():

@@ -1,6 +1,5 @@
 """Linear attention's states after crops, against caches that never saw what was taken back."""
 
-import copy
 from contextlib import contextmanager
 
 import pytest
@@ -71,6 +70,15 @@ def assert_same(cache, other):
         torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
 
 
+def assert_refused(cache, undoable):
+    """What cannot be undone; that nothing changes is seen by what follows."""
+    for layer in linear_layers(cache):
+        assert layer.undoable_tokens == undoable
+        for count, error in ((1, ValueError), (-undoable - 1, RuntimeError)):
+            with pytest.raises(error):
+                layer.crop(count)
+
+
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     before=st.sampled_from([0, 9]),
@@ -85,15 +93,20 @@ def test_any_rounds_leave_what_a_cache_has_that_never_saw_what_was_taken_back(li
     with record_calls(linear):
         for each in (cache, never) if before else ():
             feed(linear, each, ids[:, :before])
+        if before:
+            assert_refused(cache, 0)  # the prompt came before recording
         cache.activate_past_recording()
         for fed, cropped in rounds:
             removed = cropped or 0
             block = ids[:, length : length + fed].clone()
             block[:, fed - removed :] = 63 - block[:, fed - removed :]  # other tokens than the text's
             feed(linear, cache, block)
+            assert_refused(cache, fed)
             if cropped is not None:
                 cache.crop(-cropped)
                 assert not any(layer.undoable_tokens for layer in linear_layers(cache))  # a crop ends a round
+                if fed > removed:
+                    assert_refused(cache, 0)
             if fed > removed:
                 feed(linear, never, ids[:, length : length + fed - removed])
             length += fed - removed
@@ -109,30 +122,6 @@ def test_any_rounds_leave_what_a_cache_has_that_never_saw_what_was_taken_back(li
     assert_same(cache, never)
 
 
-def test_what_cannot_be_undone_is_refused_and_nothing_changes(linear):
-    ids, cache = prompt(30), fresh(linear)
-    with record_calls(linear):
-        feed(linear, cache, ids[:, :10])
-        layer = linear_layers(cache)[0]
-        before = copy.deepcopy(states(cache))
-        for count, error in ((1, ValueError), (-1, RuntimeError)):  # the prompt came before recording
-            with pytest.raises(error):
-                layer.crop(count)
-        layer.crop(0)
-        for one, two in zip(states(cache), before, strict=True):
-            assert torch.equal(one, two)
-        cache.activate_past_recording()
-        feed(linear, cache, ids[:, 10:14])
-        assert layer.undoable_tokens == 4
-        for count, undoable in ((5, 4), (1, 0)):  # once taken back, it is gone
-            with pytest.raises(RuntimeError):
-                layer.crop(-count)
-            assert layer.undoable_tokens == undoable
-            cache.crop(-undoable)
-    feed(linear, cache, ids[:, 14:16])
-    assert layer.undoable_tokens == 0  # nobody told the layer how it was called
-
-
 def test_a_reset_layer_starts_anew(linear):
     ids, cache = prompt(12), fresh(linear)
     with record_calls(linear):
@@ -140,8 +129,11 @@ def test_a_reset_layer_starts_anew(linear):
         cache.activate_past_recording()
         feed(linear, cache, ids[:, :3])
         cache.reset()
-    layer = linear_layers(cache)[0]
-    assert layer.undoable_tokens == 0 and not any(layer.has_previous_state.values())
+    feed(linear, cache, ids[:, :2])  # nobody told the layers how they were called
+    for layer in linear_layers(cache):
+        assert layer.undoable_tokens == 0
+        layer.reset()
+        assert not any(layer.has_previous_state.values())
     assert not any(state.any() for state in states(cache))
 
 

@@ -49,16 +49,6 @@ def test_greedy_takes_the_longest_path_that_the_target_would_have_written(tree, 
     assert done == expected and asked == [ANCHOR, *longest]
 
 
-@pytest.mark.parametrize("walk", [greedy_walk, sampled_walk])
-def test_a_text_that_ends_inside_a_round_asks_no_more(walk):
-    tree, asked = DraftTree.chain(torch.tensor([1, 0, 1])), []
-    certain = {greedy_walk: [1, 0, 1, 1], sampled_walk: [torch.eye(2)[token] for token in (1, 0, 1, 1)]}[walk]
-    steps = walk(tree, [1, 0, 1], lambda node: asked.append(node) or certain[node + 1])
-    assert asked == [] and next(steps) == (1, 0) and next(steps) == (0, 1)
-    steps.close()
-    assert asked == [ANCHOR, 0]
-
-
 # Sampled: how siblings are drafted. Each function gives every outcome with its probability.
 
 
@@ -331,16 +321,6 @@ def test_a_chain_is_traversed_as_block_verification_says(count, seed):
     for probability, steps in every_outcome(lambda: list(traversal_walk(tree, p))):
         found[len(steps) - 1] += probability
     assert found == pytest.approx(block_verification(p.tolist(), q.tolist(), drafts.tolist()), abs=1e-9)
-
-
-def test_traversal_accepts_more_of_a_path_than_the_way_down():
-    """The example of Sun et al., section 1: 11/9 of two drafts instead of 10/9."""
-    p, q = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64), torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
-    tokens = [
-        expected_tokens(law_of_a_round([(drawn, 1)] * 2, lambda text: p, lambda text: q, rule)[0])
-        for rule in (sampled_walk, traversal_walk)
-    ]
-    assert tokens == pytest.approx([1 + 10 / 9, 1 + 11 / 9])
 
 
 # Sampled, with torch's own random numbers.

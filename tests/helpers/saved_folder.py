@@ -77,7 +77,7 @@ class Recorded:
 def promises(folder: Path) -> dict[str, Any]:
     """What it does: `True` for each promise that holds, the drafts of a greedy text, and what is refused."""
     target, drafter = load(folder)
-    from transformers import AutoTokenizer, GenerationConfig, StaticCache
+    from transformers import AutoTokenizer, GenerationConfig, StaticCache, StoppingCriteria
 
     most, greedy = min(64, target.config.get_text_config().vocab_size), dict(do_sample=False, max_new_tokens=24)
     ids, told = prompt(13, most), dict[str, Any](kind=type(drafter).__name__)

@@ -290,6 +290,8 @@ CASES = {  # template, conversation, options, what is trained on
             ("reasoning", GLM, chat("hi", ("so", "It is")), ["\n[so]\nIt is<|user|>"]),
             ("tags", TAGGED, USED, ["!add<s>", "It is three.<|user|>"]),
             ("a newline", NEWLINE, TWO, ["It is\n<|user|>", "I am fine\n<|user|>"]),
+            ("a newline of the next turn", TAGGED.replace("'<|user|>'", "'\n<|user|>'"), TWO,
+             ["It is\n<|user|>", "I am fine\n<|user|>"]),
             ("deferred", DEFERRED, TWO, ["It is</s>", "I am fine</s>"]),
         )
     },
@@ -365,7 +367,7 @@ def test_what_is_trained_on(case):
     if "truncated" in options and last + 1 == len(messages):
         assert whole.startswith(text) and (text == whole or text.endswith(ran[-1]))
     else:
-        assert text.startswith(whole) and text[len(whole) :] in ("", *ENDS["ends"])
+        assert text.startswith(whole) and text[len(whole) :].lstrip("\n") in ("", *ENDS["ends"])
     asked = max(i for i, m in enumerate(messages) if m["role"] != "assistant") + 1
     for thinks in (False, True):
         row = {"messages": given, "tools": options.get("tools")}

@@ -60,6 +60,10 @@ CALLED = said("assistant", "", tool_calls=[{"type": "function", "function": CALL
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image": None}, "c"]
 OFF = {**A, "train": False}
 READ = {
+    "ShareGPT's fields in messages, and beside their names": (
+        {"messages": [HUMAN, {**A, "from": "human"}]}, [Q, {**A, "from": "human"}],
+    ),
+    "nothing in lists": ({"prompt": [], "completion": []}, []),
     "turns that only ask": ({"turns": ["q", "q2"]}, [Q, said("user", "q2")]),
     "GSM8K's marks": (
         {"question": "q", "answer": "1+1=<<1+1=2>>2, 2+1=<<2+1=3>>3\n#### 3"},

@@ -42,7 +42,6 @@ _TOKENS = "tokenizer.ggml.tokens"
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _MORE_ENDS = ("eot", "eom")  # of a chat's turn and of a message, which llama.cpp stops at, too
 _ADDED = ("add_bos_token", "add_eos_token")  # whether every text gets one
-_OF_CLASS = ("padding_side", "model_input_names")  # which a tokenizer has from its class
 _NAMING = threading.Lock()
 
 
@@ -159,7 +158,6 @@ def read_gguf_tokenizer(name: str, where: Options, options: Options) -> PreTrain
         kind: Any = TOKENIZER_MAPPING.get(type(read_gguf_config(name, where)), None) or PreTrainedTokenizerFast
         tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(name, **options)
         settle_tokenizer(tokenizer, name, where)
-        tokenizer.init_kwargs |= {own: getattr(tokenizer, own) for own in _OF_CLASS}  # to be saved with it
         return tokenizer
 
     def load(folder: Path) -> PreTrainedTokenizerBase:  # its own class might make tokens anew, by other rules

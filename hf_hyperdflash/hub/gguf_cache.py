@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 import transformers
 from filelock import FileLock, Timeout
 from huggingface_hub import constants
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..version import __version__
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "HF_HYPERDFLASH_GGUF_CACHE"  # an environment variable: 0 keeps nothing
+_OF_CLASS = ("padding_side", "model_input_names")  # which a tokenizer has from its class
 _HEADER = 2**24  # bytes: more than headers have with their vocabularies
 
 Part = TypeVar("Part")
@@ -84,6 +85,8 @@ def _keep(folder: Path, part: Any, is_damaged: bool) -> None:
             if old.is_dir() and old != version:
                 shutil.rmtree(old, ignore_errors=True)
         try:
+            if isinstance(part, PreTrainedTokenizerBase):  # in the folder it has another class, with other defaults
+                part.init_kwargs |= {own: getattr(part, own) for own in _OF_CLASS}
             # A shard takes as much of the memory, too.
             part.save_pretrained(unfinished, **({"max_shard_size": "5GB"} if size else {}))
             for file in unfinished.iterdir():

@@ -98,6 +98,8 @@ def test_the_tokenizer_is_the_files_own(chatting):
     assert len(read) == len(tokenizer)
     for text in ("Hello there", "<s>What is<|user|> the sum?</s>"):
         assert read(text)["input_ids"] == tokenizer(text)["input_ids"]
+    read.save_pretrained(path.parent / "saved")
+    assert "padding_side" not in (path.parent / "saved" / "tokenizer_config.json").read_text()
     for name in ("bos_token", "eos_token", "chat_template"):
         assert getattr(read, name) == getattr(tokenizer, name)
 

@@ -27,6 +27,7 @@ from ..helpers.families import qwen3
 from ..helpers.refusals import Refusal
 from ..helpers.released_layouts import (
     DRAFTED,
+    IDS,
     LAYERS,
     LAYOUTS,
     VOCABULARY,
@@ -127,6 +128,9 @@ def test_which_of_several_places_counts(fields, width):
         ("speculators dspark", {"sample_from_anchor": None}, {"sample_from_anchor": True}),
         ("speculators", {"sample_from_anchor": None}, {"sample_from_anchor": False}),
         ("speculators", {"target_hidden_size": 64}, {"reducer": "stream_mean", "any_streams": True}),
+        ("z-lab", {IDS: "1"}, {"target_layer_ids": [1, 2]}),
+        ("safeailab", {"norm_before_residual": 1, "fc_norm": 0}, {"norm_before_residual": True, "fc_norm": False}),
+        ("speculators eagle3", {"norm_before_fc": 1, "norm_output": 1}, {"norm_before_fc": True, "norm_output": True}),
         ("safeailab", {"norm_output": True}, {"norm_output": False}),
         ("safeailab", {"norm_output": True, "num_aux_hidden_states": 3}, {"norm_output": True}),
         ("safeailab", {"target_hidden_size": 64}, {"own_embedding": False, "usual_layers": False}),

@@ -53,6 +53,8 @@ FIELDS = {
         ({"dflash_config": {**ROLES, "target_layer_ids": ["0"]}}, ("['0']", "layer numbers")),
         ({"dflash_config": {**ROLES, "target_layer_ids": [-2, 2]}}, ("[-2, 2]", "embeddings")),
         ({"dflash_config": ROLES}, ("target_layer_ids",)),
+        ({"dflash_config": {**ROLES, "target_layer_ids": []}, IDS: [1, 3]}, ("target_layer_ids",)),
+        ({"dflash_config": {**ROLES, "target_layer_ids": [0, 2]}, IDS: []}, ("target_layer_ids",)),
         ({"dflash_config": {"target_layer_ids": [0, 2], "block_size": 5}}, ("mask_token_id",)),
         ({"dflash_config": {**ROLES, "target_layer_ids": [0, 2], "block_size": "5"}}, ("block_size", "'5'")),
         ({"dflash_config": "yes"}, ("dflash_config", "'yes'", "dictionary")),

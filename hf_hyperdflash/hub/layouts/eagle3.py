@@ -107,6 +107,10 @@ def _complete(config: Eagle3Config, tensors: dict[str, torch.Tensor], fields: Fi
     config.attention_bias = "layers.0.self_attn.q_proj.bias" in tensors
 
 
+def _flag(name: str) -> Entry:
+    return Entry((name,), lambda given: {name: bool(given(name))})  # some write 0 and 1
+
+
 _SHARED = (
     shape(_as_llama),
     ROPE,
@@ -115,8 +119,8 @@ _SHARED = (
     target_layers(_ids),
     Entry(("draft_vocab_size",), lambda given: {"draft_vocab_size": given("draft_vocab_size") or given("vocab_size")}),
     Entry((EAGLE_IDS,)),
-    same("norm_before_residual", "norm_before_residual", missing=False),
-    same("fc_norm", "fc_norm", missing=False),
+    _flag("norm_before_residual"),
+    _flag("fc_norm"),
 )
 FLAT = Layout(
     fits=lambda fields: (
@@ -158,8 +162,8 @@ SPECULATORS = Layout(
     table=(
         Entry(("speculators_model_type",)),
         *_SHARED,
-        same("norm_before_fc", "norm_before_fc", missing=False),
-        same("norm_output", "norm_output", missing=False),
+        _flag("norm_before_fc"),
+        _flag("norm_output"),
         Entry((), lambda given: {"qk_norm": given.layers.get("model_type") == "qwen3"}),
         TARGET,
         Entry(("final_logit_softcapping",), is_of_layers=True),  # or there

@@ -158,8 +158,10 @@ def layers_read(name: str, offset: int) -> Entry:
     the outputs enter instead."""
 
     def read(given: Given) -> Fields:
-        ids = layer_ids(given, (name, given(name), offset), (EAGLE_IDS, given(EAGLE_IDS), 1))
-        if not ids:
+        named, entering = given(name), given(EAGLE_IDS)
+        at_top = [(EAGLE_IDS, entering, 1)] if isinstance(entering, list) else []
+        ids = layer_ids(given, (name, named, offset), *at_top)
+        if not ids or [] in (named, entering):  # an empty list is not the same as the other
             raise ValueError(f"config.json of {given.name} lacks `{name}`, expected the layers that it reads.")
         count = given("num_target_layers")
         numbers = [i for i in ids if type(i) is int] if isinstance(ids, list) else []

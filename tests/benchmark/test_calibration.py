@@ -223,6 +223,27 @@ def test_through_is_the_product_of_those_before(rows):
             assert product[k] == pytest.approx(told)
 
 
+@pytest.mark.parametrize("sharpness", [[2.5, 2.5, 2.5, 2.5], [3.0, 1.0, 2.0, 0.5], [1.0, 1.0, 1.0, 1.0]])
+def test_a_head_that_is_too_sure_is_repaired_and_one_that_is_right_left_alone(sharpness):
+    """Each temperature undoes its position's sharpness. Over 300 seeds a logarithm was off by 0.44 at most, the mean
+    error of fresh rounds 0.029 at most, and 0.074 at least before if the head was too sure."""
+    fitted = fit_temperatures(*simulated(sharpness))
+    assert np.abs(np.log(fitted / sharpness)).max() < 0.6
+    logits, accepted = simulated(sharpness, seed=1)
+    before, after = (
+        np.mean([reliability(p[:, k], accepted[:, k]).error for k in range(4)])
+        for p in (through(logits, np.ones(4)), through(logits, fitted))
+    )
+    assert after < 0.035 and (before > 0.06) == (max(sharpness) > 1)
+
+
+def test_few_rounds_do_not_erase_what_a_head_knows():
+    """Where half of the drafts are accepted, confidence that is always even has no calibration error, either: a search
+    for the least error chose a temperature above 4 for 10 of 100 seeds, this one never more than 2.1 for 300."""
+    for seed in range(10):
+        assert fit_temperatures(*simulated([1.0, 1.0], rounds=200, seed=seed, mean=0.0)).max() < 4
+
+
 def test_temperatures_are_the_likeliest_of_their_grid():
     """By a loop, position by position: the log loss of the product, and what the prior adds."""
     logits, accepted = simulated([2.0, 0.5, 1.0, 2.0], rounds=60)

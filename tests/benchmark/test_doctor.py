@@ -9,11 +9,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_hyperdflash import (
     HyperDFlashDrafter,
+    HyperDFlashTrainer,
+    HyperDFlashTrainingArguments,
     PromptLookupDrafter,
     load_drafter,
 )
@@ -26,6 +29,7 @@ from hf_hyperdflash.benchmark.doctor.round_costs import MeasuredCosts
 from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.training import trials
+from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.training.features.fingerprint import short_fingerprint, target_fingerprint
 
 from ..conftest import MODELS, mostly_nightly, tiny_drafter, tiny_target
@@ -301,6 +305,54 @@ def test_training_that_does_not_run_is_a_remark(monkeypatch, error, said):
 
 
 # Other configurations
+
+
+def trained(folder):
+    """A vanilla drafter that reads layer 2, trained on what its target answers to some of the doctor's own prompts."""
+    torch.manual_seed(0)
+    target, tokenizer = qwen3().eval(), characters()
+    rows = []
+    for ids in encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in PROMPTS[:10]]):
+        text = target.generate(ids, max_new_tokens=40, do_sample=False)[0].tolist()
+        mask = [False] * ids.shape[1] + [True] * (len(text) - ids.shape[1])
+        rows.append({"input_ids": text, "loss_mask": mask})
+    torch.manual_seed(0)
+    drafter = HyperDFlashDrafter.from_target(
+        target, reducer="fc", target_layer_ids=[2], mask_token_id=1, num_hidden_layers=1, num_draft_tokens=3,
+        dtype=torch.float32,
+    )  # fmt: skip
+    args = HyperDFlashTrainingArguments(
+        str(folder), max_steps=150, per_device_train_batch_size=5, num_anchors=16, kl_weight=0.0, learning_rate=5e-3,
+        report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
+    HyperDFlashTrainer(drafter, target, args, train_dataset=Dataset.from_list(rows)).train()
+    return target, drafter.eval(), tokenizer
+
+
+@pytest.mark.nightly  # a drafter is trained, and pairs are diagnosed whole
+def test_a_wrong_layer_costs_little_and_is_found_and_a_right_one_is_not_accused(tmp_path):
+    target, drafter, tokenizer = trained(tmp_path)
+
+    def accused(target, drafter):
+        found = examine(target, drafter, tokenizer, prompts=PROMPTS[:10], max_new_tokens=20)
+        said = [text for text in [*found.problems.values(), *found.remarks] if "nats a draft" in text]
+        assert (", 0 clearly better" in found.facts["other configurations"]) == (not said)
+        return found, said
+
+    right, said = accused(target, drafter)
+    assert right.tau > 1.5 and not said and "4 tried in 190 rounds" in right.facts["other configurations"]
+    assert "4 certainly worse" in right.facts["other configurations"]
+    drafter.config.target_layer_ids = [3]
+    wrong, said = accused(target, drafter)
+    assert drafter.config.target_layer_ids == [3]
+    assert 1.02 < right.tau / wrong.tau < 1.15  # no such difference on ten prompts says anything by itself
+    assert said == [wrong.problems["layers"]] and "`target_layer_ids` [2] instead of [3]" in said[0]
+    idle = copy.deepcopy(target)  # whose layer 3 adds nothing: which of the two is read cannot matter
+    idle.model.layers[3].self_attn.o_proj.weight.data.zero_()
+    idle.model.layers[3].mlp.down_proj.weight.data.zero_()
+    for layer in (2, 3):
+        drafter.config.target_layer_ids = [layer]
+        assert not accused(idle, drafter)[1]
 
 
 @pytest.mark.parametrize(

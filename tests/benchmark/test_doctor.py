@@ -28,6 +28,7 @@ from hf_hyperdflash.benchmark.doctor.recommended import Timed
 from hf_hyperdflash.benchmark.doctor.round_costs import MeasuredCosts
 from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.cli.app import app
+from hf_hyperdflash.hub.cards import TRAINING_RECORD
 from hf_hyperdflash.training import trials
 from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.training.features.fingerprint import short_fingerprint, target_fingerprint
@@ -239,6 +240,14 @@ def test_what_is_wrong_is_named(target, drafter, tokenizer, wrong):
         assert found.remarks == about
     cannot_go_on = wrong.cause == "fit" or "2049" in wrong.words
     assert (found.tau is None) == cannot_go_on
+
+
+def test_what_training_reached_is_told_beside_a_target_that_was_tuned_since(target, drafter, tokenizer, tmp_path):
+    (tmp_path / TRAINING_RECORD).write_text(json.dumps({"metrics": {"eval_tau": 3.214}}))
+    drafter.config._name_or_path = str(tmp_path)
+    tuned = copy.deepcopy(target)
+    other_weights(tuned)
+    assert "it had 3.21 tokens a round" in examine(tuned, drafter, tokenizer, **FEW).problems["other weights"]
 
 
 def test_a_quantized_target(target, drafter, tokenizer, monkeypatch):

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter
 from hf_hyperdflash.benchmark.results import TARGET_ONLY
-from hf_hyperdflash.benchmark.runner import BenchmarkSettings, hardware, run_benchmark
+from hf_hyperdflash.benchmark.runner import BenchmarkSettings, commit, hardware, run_benchmark
 from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.training.features.locking import only_writer
 from hf_hyperdflash.training.trials import Local
@@ -134,6 +135,13 @@ def test_the_second_turn_follows_the_targets_own_answer_without_what_it_thought(
         texts = [r["output_ids"] for r in records if r["method"] == TARGET_ONLY and r["turn"] == turn]
         assert texts == [expected]
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turns[1]}]
+
+
+def test_the_commit_of_the_checkout_is_recorded():
+    told = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert (commit() or "").removesuffix("-dirty") == told.stdout.strip()
 
 
 def test_steps_are_timed_from_the_first_token_on(pair, benchmark, monkeypatch):

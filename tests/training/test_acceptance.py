@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_hyperdflash import bind
 from hf_hyperdflash.decoding.bind import BoundTarget
@@ -259,6 +259,13 @@ def test_callback_generates_once_for_several_datasets_and_again_for_changed_weig
     after = trainer.evaluate()
     assert len(logged(trainer)) == 3
     assert by_hand(trainer).items() <= after.items() and after["eval_acceptance_1"] != before["eval_acceptance_1"]
+
+
+def test_early_stopping_sees_what_the_callback_measured(tmp_path):
+    trainer = trainer_for(tmp_path, metric_for_best_model="tau", learning_rate=0.0, max_steps=9, save_strategy="best")
+    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
+    trainer.train()
+    assert trainer.state.global_step == 3 and trainer.state.best_global_step == 1
 
 
 # Sharded

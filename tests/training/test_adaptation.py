@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper
 
-from hf_hyperdflash import capture_residual
+from hf_hyperdflash import capture_residual, load_drafter
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.training.adaptation import adapt as adaptation
 from hf_hyperdflash.training.adaptation.adapt import Bandit
@@ -342,6 +342,14 @@ def test_a_failure_loses_no_text_and_ends_the_learning(target, drafter, monkeypa
         assert torch.equal(answer(target, drafter, prompt(9)), plain)
     assert drafter.observer is None and "Learning while serving stops: out of memory" in caplog.text
     assert all(not parameter.requires_grad for parameter in learning.learner.copy.parameters())
+
+
+def test_an_adapted_drafter_is_saved_as_it_is(target, drafter, tmp_path):
+    with drafter.adapt(target, **EAGER):
+        for seed in range(6):
+            answer(target, drafter, prompt(9, seed))
+    drafter.save_pretrained(tmp_path / "adapted")
+    assert same(weights_of(drafter), load_drafter(tmp_path / "adapted").state_dict())
 
 
 # Memory

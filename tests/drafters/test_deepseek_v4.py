@@ -343,9 +343,9 @@ def test_generate_reads_the_targets_layers(pair, length):
     with torch.no_grad(), capture_residual(target, [0, 1, 2] if pair.kind.streams == 12 else [2]) as captured:
         target(expected)
     pair.drafter.bind(target)
-    out, trees = proposed_by(pair.drafter, target, ids, **options)
-    assert torch.equal(out, expected) and len(trees) > 2
+    out, drafts = proposed_by(pair.drafter, target, ids, **options)
+    assert torch.equal(out, expected) and len(drafts) > 2
     sequence, at = (captured[0], torch.arange(length + 15)[None], expected), length
-    for tree, accepted in zip(trees, pair.drafter.last_stats.accepted):
-        pair.assert_deepseeks(tree, sequence, at)
+    for tokens, accepted in zip(drafts, pair.drafter.last_stats.accepted):
+        assert tokens == pair.said(sequence, at, tokens)[0].argmax(-1).tolist()
         at += 1 + accepted

@@ -9,13 +9,13 @@ from typer.testing import CliRunner
 
 from hf_hyperdflash import MedusaDrafter, load_drafter
 from hf_hyperdflash.cli.app import app
+from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.hub.found import check_drafter
 from hf_hyperdflash.hub.loading import check_made_for
 from hf_hyperdflash.trees.growth import SHARPENED
 
 from ..conftest import mostly_nightly, prompt
 from ..helpers import families
-from ..helpers.loops import proposed_by
 from ..helpers.medusa import medusa, published
 
 HEADS = 4
@@ -72,8 +72,11 @@ def test_drafts_are_those_of_a_naive_loop(family, blocks, tmp_path):
     assert isinstance(drafter, MedusaDrafter) and drafter.max_draft_tokens == HEADS
     for budget in (None, 5):
         drafter.bind(target)
-        out, trees = proposed_by(drafter, target, ids, do_sample=False, max_new_tokens=16, tree_budget=budget)
+        options = dict(do_sample=False, max_new_tokens=16, tree_budget=budget)
+        with keep_trees():
+            out = target.generate(ids, assistant_model=drafter, **options)
         drafter.unbind(target)
+        trees = [kept.drafts for kept in drafter.last_stats.trees]
         assert torch.equal(out, plain) and len(trees) > 3
         at = ids.shape[1]
         for tree, accepted in zip(trees, drafter.last_stats.accepted):

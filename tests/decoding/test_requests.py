@@ -388,7 +388,7 @@ HOLES = torch.ones(3, 9, dtype=torch.long)
 HOLES[0, :4] = HOLES[1, 5] = HOLES[2, 2:5] = 0
 # By name: a family, and what each of three texts has of its own, the texts along the axis before the last one.
 OWN = {
-    "a mask with holes": (families.qwen3, {"attention_mask": HOLES}),
+    "a mask with holes": (families.gemma3, {"attention_mask": HOLES}),
     "a mask with holes, forked": (families.qwen3_next, {"attention_mask": HOLES}),
     "positions": (families.qwen3, {"position_ids": 2 * torch.arange(27).view(3, 9)}),
     "positions of three axes": (families.qwen3_5, {"position_ids": prompt(81, seed=1).view(3, 3, 9)}),
@@ -409,6 +409,9 @@ def test_each_text_has_its_own_of_the_targets_arguments(family, given, kind):
         drafter = kind(target, [texts[row]])
         alone = target.generate(ids[row : row + 1], assistant_model=drafter, **one, **GREEDILY)
         assert torch.equal(alone[0], texts[row])
+        told = torch.cat([positions for _, positions, _ in drafter.seen], dim=1)
+        if "position_ids" in one:  # of which a drafter hears those of the text
+            assert told[0, :9].tolist() == one["position_ids"].view(-1, 9)[0].tolist()
     together = target.generate(ids, assistant_model=kind(target, texts), **given, **GREEDILY)
     assert torch.equal(together, torch.stack(texts))
     assert not torch.equal(texts[1], own.generate(ids[1:2], **GREEDILY)[0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import PreTrainedConfig
 
 from ...drafters.parts.block_attention import FULL, SLIDING
@@ -16,7 +14,7 @@ class VLLMConfig(ServedConfig):
     engine, drafts_option, longest_option = "vLLM", "num_speculative_tokens", "--max-model-len"
 
     def _add_engine_fields(self) -> None:
-        fields: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": layers_read(self)}
+        fields: dict[str, object] = {"mask_token_id": self.mask_token_id, "target_layer_ids": layers_read(self)}
         if self.causal_layers != "sliding":
             fields["causal"] = self.causal_layers == "all"
         if self.window_from == "slot" and SLIDING in self.kinds:
@@ -39,7 +37,7 @@ def reads_streams(config: PreTrainedConfig) -> bool:
     return getattr(config, "target_hc_mult", 1) > 1 and config.reducer != "stream_mean"
 
 
-def check_one_number_of_drafts(config: PreTrainedConfig, by_batch_size: Any) -> None:
+def check_one_number_of_drafts(config: PreTrainedConfig, by_batch_size: list[list[int]] | None) -> None:
     """Check that vLLM always runs the block that a drafter was trained with, however many requests there are.
 
     Args:

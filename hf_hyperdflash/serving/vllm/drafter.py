@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.model_executor.models.interfaces import supports_eagle3
@@ -20,7 +21,7 @@ from .config import VLLMConfig, check_one_number_of_drafts, reads_streams
 from .plugin import STREAMS_VARIABLE
 
 
-def embedding_scale(target: Any) -> float:
+def embedding_scale(target: PreTrainedConfig) -> float:
     """Return the factor that a target of vLLM applies to embeddings, after the table that it shares with drafters.
 
     Args:

@@ -48,20 +48,18 @@ logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def speculative_decoding(
-    sequences: list[Sequence], share_forwards: bool = False
-) -> GenerateDecoderOnlyOutput | torch.Tensor:
+def speculative_decoding(sequences: list[Sequence]) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """Generate as `target.generate` would without a drafter, several tokens per forward.
 
     Greedy text is the target's own; sampled text has the target's distribution (Leviathan et al., algorithm 1).
 
     Args:
-        sequences: One or several.
-        share_forwards: Whether one forward serves all sequences; else they are written one after the other.
+        sequences: One or several. They are written one after the other where one forward cannot serve them all.
 
     Returns:
         What `generate` returns.
     """
+    share_forwards = sequences[0].target.can_join_sequences
     for batch in [sequences] if share_forwards else [[sequence] for sequence in sequences]:
         write(batch)
         if len(sequences) > len(batch):

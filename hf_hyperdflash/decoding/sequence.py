@@ -27,10 +27,9 @@ from ..targets.target import Target, TargetOutput
 from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
 from ..trees.tree import ANCHOR, DraftTree
 from .continuation import context_of, padding_of
-from .inference_mode import leaves_nothing
 from .outputs import OutputRecorder
 from .proposals import Pair, scores_are_finite
-from .request import tree_budget_asked
+from .request import leaves_nothing, tree_budget_asked
 from .rounds import ChainRound, Choices
 from .rows import Row
 from .stats import SpeculationStats, clock

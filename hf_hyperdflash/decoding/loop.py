@@ -59,8 +59,8 @@ def speculative_decoding(sequences: list[Sequence]) -> GenerateDecoderOnlyOutput
     Returns:
         What `generate` returns.
     """
-    share_forwards = sequences[0].target.can_join_sequences
-    for batch in [sequences] if share_forwards else [[sequence] for sequence in sequences]:
+    is_one_batch = len(sequences) == 1 or sequences[0].target.can_join_sequences
+    for batch in [sequences] if is_one_batch else [[sequence] for sequence in sequences]:
         write(batch)
         if len(sequences) > len(batch):
             batch[0].release()  # before the next one fills a cache of its own

@@ -193,15 +193,7 @@ def check_request(
     synced_gpus: bool,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Raise a `ValueError` if our loop cannot do what is asked.
-
-    Args:
-        input_ids: `[rows, seq]`, the prompts.
-        rows: How many the call was checked for.
-        generation_config: The request's.
-        synced_gpus: As given to `generate`, like the rest.
-        model_kwargs: The target's other arguments, with the cache.
-    """
+    """Raise a `ValueError` if our loop cannot do what is asked for, of so many rows."""
     if model_kwargs.get(CACHE) is None:
         raise ValueError("Assisted generation needs a cache: leave `use_cache` at True.")
     check_cache(model_kwargs[CACHE])
@@ -377,13 +369,6 @@ def leaves_nothing(
     or a processor or criterion that may keep what it is asked about. So does an observer; remote code, which may keep
     what it once computed; hooks of others; and what spreads weights over processes, or has tensors of its own for
     them.
-
-    Args:
-        target: A bound target.
-        drafter: Its [`~drafters.base.Drafter`].
-        observer: Who hears of the sequence.
-        config: The request's generation configuration.
-        asked: Its logits processors and stopping criteria.
     """
     return not (
         config.return_dict_in_generate

@@ -46,14 +46,8 @@ def rows_of(
     prompts: torch.Tensor,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[Row]:
-    """Return the texts of a batch, which transformers has prepared as a whole.
-
-    Args:
-        target: The bound target.
-        asked: The caller's arguments.
-        input_ids: `[rows, seq]`, a row for each text; as prepared, like `model_kwargs` and `config`.
-        prompts: `[prompts, seq]`, the same before each text of a prompt got a row.
-        tokenizer: The caller's.
+    """Return the texts of a batch `[rows, seq]`, which transformers has prepared as a whole, by what the caller asked.
+    Of `prompts`, `[prompts, seq]`, each may have several rows.
 
     Raises:
         ValueError: If a processor or a criterion cannot be copied.
@@ -70,29 +64,24 @@ def rows_of(
     for row in range(rows):
         copied, arguments = copies.memo(), _arguments_of(model_kwargs, row, rows)
         prompt = row * len(prompts) // rows
-        processors, criteria = (
+        given_processors, given_criteria = (
             [
                 each if _keeps_no_state(each) else _InItsRow(_copy(each, f"`{name}`", copied), row, rows)
                 for each in given
             ]
             for name, given in called.items()
         )
-        found.append(
-            Row(
-                input_ids[row : row + 1],
-                arguments,
-                target._get_logits_processor(
-                    generation_config=config,
-                    input_ids_seq_length=input_ids.shape[1],
-                    prefix_allowed_tokens_fn=allowed and (lambda _, ids, prompt=prompt: allowed(prompt, ids)),
-                    logits_processor=processors,
-                    device=prompts.device,
-                    model_kwargs=arguments,
-                    **_arguments_of(of_prompts, row, rows),
-                ),
-                target._get_stopping_criteria(config, criteria, tokenizer=tokenizer),
-            )
+        processors = target._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=input_ids.shape[1],
+            prefix_allowed_tokens_fn=allowed and (lambda _, ids, prompt=prompt: allowed(prompt, ids)),
+            logits_processor=given_processors,
+            device=prompts.device,
+            model_kwargs=arguments,
+            **_arguments_of(of_prompts, row, rows),
         )
+        criteria = target._get_stopping_criteria(config, given_criteria, tokenizer=tokenizer)
+        found.append(Row(input_ids[row : row + 1], arguments, processors, criteria))
     return found
 
 

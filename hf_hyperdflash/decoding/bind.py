@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -44,6 +46,7 @@ from .request import (
     static_cache_length,
     tree_budget_asked,
 )
+from .rows import Row, rows_of
 from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,8 @@ _BINDING = threading.Lock()
 _MOST_DRAFTS = 8  # of a drafter that can draft any number, where as many as pay are asked for
 # The drafters that have bound a target and not unbound it: it stays bound while there are some.
 _binders: WeakKeyDictionary[PreTrainedModel, WeakSet[Drafter]] = WeakKeyDictionary()
+# This thread's call, on its way through transformers to the loop.
+_call: ContextVar[GenerateCall | None] = ContextVar("_call", default=None)
 _told: WeakSet[PreTrainedModel] = WeakSet()  # targets that a line was said of
 
 if TYPE_CHECKING:
@@ -64,7 +69,6 @@ if TYPE_CHECKING:
     from transformers.generation.utils import GenerateOutput
 
     Generated = GenerateOutput | torch.Tensor
-    Generate = Callable[..., Generated]  # a model's own
     _Mixed = PreTrainedModel  # what `bind` mixes `BoundTarget` into
 else:
     _Mixed = object
@@ -136,12 +140,6 @@ class BoundTarget(_Mixed):
         kwargs = renamed_cache(kwargs)  # both names are taken, whatever the installed transformers calls it
         generate = super().generate  # type: ignore[misc]
         call = GenerateCall(self, inspect.signature(generate).bind(*args, **kwargs).arguments)
-        with self.hyperdflash_binding.fusion.pausing(bool(call.setting("disable_compile"))):
-            return self._generate(generate, call, args, kwargs)
-
-    def _generate(
-        self, generate: Generate, call: GenerateCall, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Generated:
         default, asked = self.hyperdflash_binding.default, call.arguments
         if default is not None and "assistant_model" not in asked and call.way is None:
             kwargs["assistant_model"] = asked["assistant_model"] = default
@@ -151,24 +149,26 @@ class BoundTarget(_Mixed):
                 f"`assistant_model` is {assistant!r}, expected a drafter: load it with `hf_hyperdflash.load_drafter` "
                 "first."
             )
-        if not is_drafter(assistant):
-            return generate(*args, **kwargs)
-        assistant.remember(None)  # of an earlier call's, where this one turns out not to draft
-        call.check_shapes()
-        each = call.arguments_of_each()
-        if not each:
-            return generate(*args, **kwargs)
-        # transformers prepares each sequence as if it were alone: with processors, criteria and a cache of its own. It
-        # prepares all before the first is written: an error of one comes before any work, and `max_time` is for all.
-        sequences = [started_by(generate, assistant, arguments) for arguments in each]
-        return speculative_decoding(sequences, self.hyperdflash_binding.target.can_join_sequences)
+        if is_drafter(assistant):
+            assistant.remember(None)  # of an earlier call's, where this one turns out not to draft
+            call.check_shapes()
+            call.check_rows()
+        token = _call.set(call)
+        try:
+            with self.hyperdflash_binding.fusion.pausing(bool(call.setting("disable_compile"))):
+                return generate(*args, **kwargs)
+        finally:
+            _call.reset(token)
 
     def _validate_generation_mode(
         self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: Any
     ) -> None:
         # Of a drafter `check_target` says whether its token ids are the target's; transformers looks at their number.
+        # It would refuse several texts of a prompt with any assistant.
         if is_drafter(generation_mode_kwargs.get("assistant_model")):
             generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": None}
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1
         super()._validate_generation_mode(  # type: ignore[misc]
             generation_mode, generation_config, generation_mode_kwargs
         )
@@ -235,30 +235,27 @@ class BoundTarget(_Mixed):
         synced_gpus: bool = False,
         streamer: BaseStreamer | None = None,
         inputs_tensor: torch.Tensor | None = None,
-        assistant_model: PreTrainedModel | Drafter | SequenceStarter | None = None,
+        assistant_model: PreTrainedModel | Drafter | None = None,
         assistant_tokenizer: PreTrainedTokenizerBase | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **model_kwargs: Any,
     ) -> Generated:
         check_without_virtual_tokens(self)
-        starter = assistant_model if isinstance(assistant_model, SequenceStarter) else None
-        drafter: Any = assistant_model if starter is None else starter.drafter
+        drafter: Any = assistant_model
         if is_drafter(drafter):
-            check_request(input_ids, generation_config, synced_gpus, model_kwargs)
-            sequence = self._start(
-                drafter,
-                input_ids,
-                model_kwargs,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                streamer=streamer,
-                is_one_of_several=starter is not None,
-            )
-            if starter is None:
-                return speculative_decoding([sequence])
-            starter.sequence = sequence
-            return input_ids
+            call = _call.get()
+            _call.set(None)  # what a processor calls is no part of it
+            rows = 1 if call is None else call.rows
+            check_request(input_ids, rows, generation_config, synced_gpus, model_kwargs)
+            texts = [Row(input_ids, model_kwargs, logits_processor, stopping_criteria)]
+            if call is not None and rows > 1:
+                generation_config.num_return_sequences = 1  # in each row
+                prompts = cast(torch.Tensor, inputs_tensor)
+                texts = rows_of(self, call.arguments, input_ids, model_kwargs, generation_config, prompts, tokenizer)
+            # All are prepared before the first is written: an error of one comes before any work, and `max_time` is
+            # for all.
+            sequences = [self._start(drafter, text, generation_config, streamer, rows > 1) for text in texts]
+            return speculative_decoding(sequences)
         check_stock_assistance(drafter, model_kwargs)
         try:
             return super()._assisted_decoding(  # type: ignore[misc]
@@ -293,22 +290,23 @@ class BoundTarget(_Mixed):
     def _start(
         self,
         drafter: Drafter,
-        input_ids: torch.Tensor,
-        model_kwargs: dict[str, Any],
-        *,
-        generation_config: GenerationConfig,
-        **options: Any,
+        text: Row,
+        config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        is_one_of_several: bool,
     ) -> Sequence:
-        """Return a sequence of a request that transformers has prepared."""
-        num_drafts = self._prepare_drafting(drafter, generation_config, model_kwargs)
+        """Return the sequence of a text that transformers has prepared."""
         target = self.hyperdflash_binding.target
-        pair = checked_pair(target, drafter)
-        if AUTO in (self._drafts_asked_of(drafter, generation_config), tree_budget_asked(generation_config)):
-            options["drafting_stats"] = pair.stats.setdefault(bool(generation_config.do_sample), DraftingStats())
-        sequence = Sequence(
-            target, drafter, pair, num_drafts, input_ids, model_kwargs, generation_config=generation_config, **options
-        )
-        check_restart(target.config, sequence.tokens.length, generation_config.max_length, sequence.tokens.padding)
+        if is_one_of_several and not target.can_join_sequences:
+            # A cache of its own, which goes when the text is written: transformers holds the prepared one to the end.
+            text, mode = text._replace(arguments={**text.arguments, CACHE: None}), GenerationMode.ASSISTED_GENERATION
+            self._prepare_cache_for_generation(config, text.arguments, mode, 1, config.max_length - 1)
+        num_drafts = self._prepare_drafting(drafter, config, text.arguments)
+        pair, stats = checked_pair(target, drafter), None
+        if AUTO in (self._drafts_asked_of(drafter, config), tree_budget_asked(config)):
+            stats = pair.stats.setdefault(bool(config.do_sample), DraftingStats())
+        sequence = Sequence(target, drafter, pair, num_drafts, text, config, streamer, stats, is_one_of_several)
+        check_restart(target.config, sequence.tokens.length, config.max_length, sequence.tokens.padding)
         return sequence
 
     def _prepare_drafting(self, drafter: Drafter, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
@@ -338,30 +336,6 @@ def learned_stats(target: PreTrainedModel, drafter: Drafter) -> DraftingStats | 
     """Return what "auto" knows of a drafter's greedy rounds with a bound target; `None` before it was used."""
     pair = getattr(vars(target).get("hyperdflash_binding"), "pairs", {}).get(drafter)
     return None if pair is None else pair.stats.get(False)
-
-
-class SequenceStarter:
-    """Stands for a drafter in a call that starts one sequence of several, instead of writing it.
-
-    Attributes:
-        sequence: What the call has started.
-    """
-
-    sequence: Sequence
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the drafter, for transformers."""
-        return getattr(vars(self)["drafter"], name)
-
-
-def started_by(generate: Generate, drafter: Drafter, arguments: dict[str, Any]) -> Sequence:
-    """Return the sequence that a call of transformers' own `generate` prepares for a drafter."""
-    starter = SequenceStarter(drafter)
-    generate(**{**arguments, "assistant_model": starter})
-    return starter.sequence
 
 
 def bind(target: PreTrainedModel, fuse: bool | None = None) -> PreTrainedModel:

@@ -65,8 +65,8 @@ def padding_of(cache: RewindableCache, mask: torch.Tensor | None) -> int:
         cache: Its cache; an empty one remembers them.
         mask: `[1, seq]`, the caller's; `None` if there is no padding.
     """
-    if mask is not None and mask.ndim == 2 and cache.get_seq_length() == 0:
-        setattr(cache, _PADDING, int(mask[0].long().argmax()))
+    if int(cache.get_seq_length()) == 0:  # rows of a batch ask about the same one, one after the other
+        setattr(cache, _PADDING, 0 if mask is None else int(mask[0].long().argmax()))
     return getattr(cache, _PADDING, 0)
 
 

@@ -48,21 +48,19 @@ logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def speculative_decoding(
-    sequences: list[Sequence], share_forwards: bool = False
-) -> GenerateDecoderOnlyOutput | torch.Tensor:
+def speculative_decoding(sequences: list[Sequence]) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """Generate as `target.generate` would without a drafter, several tokens per forward.
 
     Greedy text is the target's own; sampled text has the target's distribution (Leviathan et al., algorithm 1).
 
     Args:
-        sequences: One or several.
-        share_forwards: Whether one forward serves all sequences; else they are written one after the other.
+        sequences: One or several. They are written one after the other where one forward cannot serve them all.
 
     Returns:
         What `generate` returns.
     """
-    for batch in [sequences] if share_forwards else [[sequence] for sequence in sequences]:
+    is_one_batch = len(sequences) == 1 or sequences[0].target.can_join_sequences
+    for batch in [sequences] if is_one_batch else [[sequence] for sequence in sequences]:
         write(batch)
         if len(sequences) > len(batch):
             batch[0].release()  # before the next one fills a cache of its own

@@ -1,26 +1,20 @@
-"""What is asked of `generate` with a drafter: how many drafts, of which sequences, and whether that can be done."""
+"""What is asked of `generate` with a drafter: how many drafts, of which sequences, whether that can be done, and who
+gets hold of what rounds compute."""
 
 from __future__ import annotations
 
-import copy
-import dis
-import gc
 import math
-import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from types import CellType, FrameType, FunctionType, ModuleType
+from collections.abc import Iterable
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from torch import distributed, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationConfig
 
 from ..auto.policies import MOST_NODES as MOST_NODES_OF_AUTO
-from ..drafters.base import AUTO
-from ..drafters.sampling import stateless_types
+from ..drafters.base import AUTO, Drafter, Observer
 from ..targets.caches.name import CACHE
 from ..targets.caches.protocols import OPEN_FORWARDS, RewindableCache
 from ..targets.registry import is_bound, target_of
@@ -38,12 +32,9 @@ _WAYS = (
 )
 _BESIDE = ("prompt_lookup_num_tokens", "use_mtp", "dola_layers")  # with a drafter they would be left out in silence
 _SHOWN = ("output_hidden_states", "output_attentions")  # of which each sequence would have another length
-_CALLED = ("logits_processor", "stopping_criteria")  # after every token, and some remember what they were called with
 _CACHE_STEP = 256  # of static caches' lengths: rounds are compiled anew for each length
-_STOCK_CRITERIA = "transformers.generation.stopping_criteria"  # the module of criteria that keep no state
 _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
-
-
+_HARMLESS = "transformers.", __package__.split(".")[0] + "."  # whose hooks keep nothing
 MOST_NODES = 1024  # of a draft tree: the masks and scores of many more fill any memory
 
 
@@ -64,7 +55,12 @@ class GenerateCall:
     Args:
         target: The bound target.
         arguments: As `inspect.signature` binds them, with a `kwargs` around some.
+
+    Attributes:
+        rows: How many texts are asked for, once that is checked.
     """
+
+    rows = 1
 
     def __init__(self, target: PreTrainedModel, arguments: dict[str, Any]) -> None:
         self.target = target
@@ -116,32 +112,17 @@ class GenerateCall:
                 "that are not in the cache: pass so many, or leave it out."
             )
 
-    def arguments_of_each(self) -> list[dict[str, Any]]:
-        """Return the arguments for each sequence of a call with a drafter; none if it is a call for one, or for
-        another way to write.
-
-        Raises:
-            ValueError: If it cannot be done for several sequences.
-        """
-        ids, count = self.ids, self.setting("num_return_sequences")
-        if ids is None:
-            return []
+    def check_rows(self) -> None:
+        """Raise a `ValueError` if what is asked for cannot be done for so many texts."""
+        count = self.setting("num_return_sequences")
         count = 1 if count is None else count
         if type(count) is not int or count < 1:
             raise ValueError(f"`num_return_sequences` is {count!r}, expected a whole number of texts, at least 1.")
-        size = ids.shape[0]
-        if size * count == 1 or self.way in ("num_beams", "penalty_alpha", "custom_generate"):
-            return []
-        self._check_several(size, count)
-        if self.setting("token_healing"):  # all at once: one text alone would lose its padding
-            name = "input_ids" if self.arguments.get("inputs") is None else "inputs"
-            self.arguments[name] = cast(Any, self.target).heal_tokens(ids, self.arguments.get("tokenizer"))
-        copies = _Copies([each for name in _CALLED for each in self.arguments.get(name) or ()])
-        rows = size * count
-        return [self._arguments_of(size, row // count, row, rows, copies.memo()) for row in range(rows)]
-
-    def _check_several(self, size: int, count: int) -> None:
-        texts = f"{size * count} texts"
+        # Without a prompt, transformers starts one with the target's first token.
+        self.rows = count * (1 if self.ids is None else len(self.ids))
+        if self.rows == 1 or self.way in ("num_beams", "penalty_alpha", "custom_generate"):
+            return
+        texts = f"{self.rows} texts"
         if count > 1 and not self.setting("do_sample"):
             raise ValueError(
                 f"`num_return_sequences` is {count} and `do_sample` False: greedy texts of one prompt are all the "
@@ -167,154 +148,6 @@ class GenerateCall:
                 f"`attention_mask` ends in padding in row {row}, expected it on the left: set "
                 "`tokenizer.padding_side` to 'left'."
             )
-
-    def _arguments_of(self, size: int, index: int, row: int, rows: int, copied: dict[int, object]) -> dict[str, Any]:
-        """Return what of the arguments belongs to one text; settings stay as they are.
-
-        Args:
-            size: The number of prompts.
-            index: Of this text's.
-            row: Of the text, if every prompt had a row for each of its texts.
-            rows: So many.
-            copied: The `memo` of `copy.deepcopy` for the processors and criteria of this text.
-        """
-        own = dict(self.arguments)
-        for name, value in own.items():
-            if isinstance(value, torch.Tensor) and value.ndim and not _is_setting(name):
-                axis = int(name == "position_ids" and value.ndim == 3)  # behind those of the positions
-                own[name] = value.narrow(axis, index, 1) if value.shape[axis] == size else value
-        done = {"num_return_sequences": 1, "token_healing": False}  # by the batch's call
-        if self.arguments.get("generation_config") is None:
-            own |= done
-        else:  # transformers does not want both
-            own = {name: value for name, value in own.items() if name not in done}
-            own["generation_config"] = copy.copy(self.arguments["generation_config"])
-            own["generation_config"].__dict__.update(done)
-        if self.arguments.get("prefix_allowed_tokens_fn") is not None:
-            allowed = self.arguments["prefix_allowed_tokens_fn"]
-            own["prefix_allowed_tokens_fn"] = lambda _, ids: allowed(index, ids)
-        for name in _CALLED:
-            if given := self.arguments.get(name):
-                own[name] = type(given)(
-                    each if _keeps_no_state(each) else _InItsRow(_copy(each, f"`{name}`", copied), row, rows)
-                    for each in given
-                )
-        return own
-
-
-def _keeps_no_state(called: object) -> bool:
-    """Return whether a processor or criterion is transformers' own, and known to keep no state."""
-    return type(called) in stateless_types() or type(called).__module__ == _STOCK_CRITERIA
-
-
-class _InItsRow:
-    """A processor or criterion of a batch, asked about one text. In plain decoding it would see a row for each text,
-    and it may look up what it has for a row by the row's number: so the text stands in its own row, and in all others.
-
-    Args:
-        called: The text's copy.
-        row: Of the text.
-        rows: Of all texts.
-    """
-
-    def __init__(self, called: Callable[..., object], row: int, rows: int) -> None:
-        self.called, self.row, self.rows = called, row, rows
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | tuple[torch.Tensor, ...] | None) -> object:
-        if isinstance(scores, torch.Tensor):  # a processor may write into them
-            scores = scores.repeat(self.rows, 1)
-        elif scores is not None:  # a criterion's, of each step
-            scores = tuple(step.expand(self.rows, -1) for step in scores)
-        said = self.called(input_ids.expand(self.rows, -1), scores)
-        if isinstance(said, torch.Tensor) and said.ndim and len(said) == self.rows:
-            return said[self.row : self.row + 1]
-        return said
-
-
-class _Copies:
-    """Copies of processors and criteria, for each text its own: some remember what they were called with.
-
-    Shared are those of transformers that keep no state; models, weights and tokenizers, which are large and only read;
-    and events, by which others stop all texts. A function is copied with its closure.
-
-    Args:
-        called: The request's.
-    """
-
-    def __init__(self, called: Iterable[object]) -> None:
-        self._shared: dict[int, object] = {}
-        self._functions: list[FunctionType] = []
-        seen: set[int] = set()
-        found = list(called)
-        while found:
-            each = found.pop()
-            # What `copy.deepcopy` never enters would lead to everything that is loaded.
-            if id(each) in seen or isinstance(each, (type, FrameType)):
-                continue
-            seen.add(id(each))
-            is_called = isinstance(each, (LogitsProcessor, StoppingCriteria))
-            is_outside = isinstance(each, (nn.Module, PreTrainedTokenizerBase, threading.Event)) and not is_called
-            is_weight = isinstance(each, torch.Tensor) and each.requires_grad
-            if _keeps_no_state(each) or is_outside or is_weight or isinstance(each, ModuleType):
-                self._shared[id(each)] = each
-            elif isinstance(each, FunctionType):
-                self._functions.append(each)
-                found += [each.__closure__, each.__defaults__, each.__kwdefaults__, vars(each)]
-            else:
-                found += gc.get_referents(each)
-
-    def memo(self) -> dict[int, object]:
-        """Return the `memo` of `copy.deepcopy` for one text.
-
-        Raises:
-            ValueError: If what a function remembers cannot be copied.
-        """
-        memo = dict(self._shared)
-        for function in self._functions:
-            _copy(function, "A processor or a criterion", memo)
-        return memo
-
-
-def _copy(called: object, where: str, copied: dict[int, object]) -> Any:
-    """Return a text's own copy of a processor or criterion of the request.
-
-    Raises:
-        ValueError: If it cannot be copied: each text would move the state of all others on.
-    """
-    try:
-        return _with_own_closure(called, copied) if isinstance(called, FunctionType) else copy.deepcopy(called, copied)
-    except Exception as error:
-        why = " ".join(str(error).split())
-        name = getattr(called, "__name__", type(called).__name__)
-        raise ValueError(
-            f"{where} has a {name}, which cannot be copied ({type(error).__name__}: {why}), and with a drafter each "
-            "text of a batch needs one of its own: pass one prompt, or make it a class with a `__deepcopy__`."
-        ) from error
-
-
-def _with_own_closure(function: FunctionType, copied: dict[int, object]) -> object:
-    """Copy a function and what it remembers, which `copy.deepcopy` does not."""
-    if id(function) in copied:
-        return copied[id(function)]
-    instructions = dis.get_instructions(function)
-    if written := next((each.argval for each in instructions if each.opname == "STORE_GLOBAL"), None):
-        raise TypeError(f"it writes `{written}`, a variable of its module")
-    cells = function.__closure__ or ()
-    own_cells = [cast(CellType, copied.setdefault(id(cell), CellType())) for cell in cells]
-    own = FunctionType(function.__code__, function.__globals__, function.__name__, None, tuple(own_cells))
-    copied[id(function)] = own  # before its closure, in which it may stand itself
-    own.__defaults__, own.__kwdefaults__ = copy.deepcopy((function.__defaults__, function.__kwdefaults__), copied)
-    vars(own).update(copy.deepcopy(vars(function), copied))
-    for cell, own_cell in zip(cells, own_cells):
-        with suppress(ValueError):  # a variable without a value
-            value = cell.cell_contents
-            is_function = isinstance(value, FunctionType)
-            own_cell.cell_contents = _with_own_closure(value, copied) if is_function else copy.deepcopy(value, copied)
-    return own
-
-
-def _is_setting(name: str) -> bool:
-    return hasattr(GenerationConfig, name) or name in vars(GenerationConfig())
 
 
 def tree_budget_asked(config: GenerationConfig) -> int | Literal["auto"] | None:
@@ -354,9 +187,13 @@ def static_cache_length(config: GenerationConfig, length: int) -> int:
 
 
 def check_request(
-    input_ids: torch.Tensor, generation_config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
+    input_ids: torch.Tensor,
+    rows: int,
+    generation_config: GenerationConfig,
+    synced_gpus: bool,
+    model_kwargs: dict[str, Any],
 ) -> None:
-    """Raise a `ValueError` if our loop cannot do what is asked."""
+    """Raise a `ValueError` if our loop cannot do what is asked for, of so many rows."""
     if model_kwargs.get(CACHE) is None:
         raise ValueError("Assisted generation needs a cache: leave `use_cache` at True.")
     check_cache(model_kwargs[CACHE])
@@ -367,9 +204,10 @@ def check_request(
             f"The prompt is empty: `input_ids` has the shape {list(input_ids.shape)}, expected at least one token in "
             "it. Pass a text, or the tokenizer's first token."
         )
-    if input_ids.shape[0] > 1:
+    if input_ids.shape[0] != rows:
         raise ValueError(
-            f"Our loop was given {input_ids.shape[0]} texts, expected one: `target.generate` makes rows of a batch."
+            f"Our loop was given {input_ids.shape[0]} texts, expected {rows}: call `target.generate`, with a row of "
+            "`input_ids` for each prompt."
         )
     media = [
         name
@@ -515,3 +353,43 @@ def check_whole(family: Target, cache: Cache | None) -> None:
                 f"`{CACHE}` holds {held} keys of its layer {index}, expected the last {needed}: a `crop` of "
                 "tokens that were not recorded lost the others. Start from a new cache."
             )
+
+
+def leaves_nothing(
+    target: nn.Module,
+    drafter: Drafter,
+    observer: Observer | None,
+    config: GenerationConfig,
+    asked: Iterable[object] = (),
+) -> bool:
+    """Return whether nobody gets hold of what a request's rounds compute, so that they run in torch's inference mode.
+
+    Every operation is cheaper in it than in `no_grad`: a round of a small target takes some 7 % less. But what it
+    computes takes no part in training afterwards. A caller gets hold of that who asks for scores, or passes the cache,
+    or a processor or criterion that may keep what it is asked about. So does an observer; remote code, which may keep
+    what it once computed; hooks of others; and what spreads weights over processes, or has tensors of its own for
+    them.
+    """
+    return not (
+        config.return_dict_in_generate
+        or getattr(config, "_has_callers_cache", True)
+        or (observer is not None and observer.hears_rounds)
+        or not type(target).__module__.startswith("transformers.")
+        or not all(type(each).__module__.startswith(_HARMLESS) for each in asked)
+        or (distributed.is_available() and distributed.is_initialized())
+        or not all(map(_is_plain, target.modules()))
+        or (isinstance(drafter, nn.Module) and not all(map(_is_plain, drafter.modules())))
+    )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module's own weights are torch's, and its hooks not of others."""
+    hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+    weights = module._parameters.values()
+    return all(_origin(hook).startswith(_HARMLESS) for hook in hooks) and all(
+        weight is None or type(weight) is nn.Parameter for weight in weights
+    )
+
+
+def _origin(hook: object) -> str:
+    return getattr(getattr(hook, "func", hook), "__module__", None) or ""  # of a partial, the function's

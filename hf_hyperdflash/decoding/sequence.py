@@ -12,7 +12,6 @@ from weakref import WeakSet
 import torch
 from transformers import (
     EosTokenCriteria,
-    LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -28,11 +27,11 @@ from ..targets.target import Target, TargetOutput
 from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
 from ..trees.tree import ANCHOR, DraftTree
 from .continuation import context_of, padding_of
-from .inference_mode import leaves_nothing
 from .outputs import OutputRecorder
 from .proposals import Pair, scores_are_finite
-from .request import tree_budget_asked
+from .request import leaves_nothing, tree_budget_asked
 from .rounds import ChainRound, Choices
+from .rows import Row
 from .stats import SpeculationStats, clock
 from .tokens import TokenBuffer
 
@@ -51,8 +50,9 @@ class Sequence:
         drafter: The drafter, on any device.
         pair: What holds of the two.
         num_drafts: Most drafted tokens per round. The cache can take back one more.
-        input_ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
-        model_kwargs: As prepared by `generate`, with the cache; like the rest.
+        text: The prompt, tokens that are already in the cache included, and what `generate` prepared for it.
+        generation_config: As prepared, too.
+        streamer: The caller's.
         drafting_stats: Of this drafter with this target, to draft by as many tokens as pay for themselves; `None` for
             `num_drafts`, or a tree of the size asked for, every round; there is no tree where its size is not settled.
         is_one_of_several: Whether the request has more of them. Then the target sees none of the prompt's padding.
@@ -71,11 +71,7 @@ class Sequence:
         drafter: Drafter,
         pair: Pair,
         num_drafts: int,
-        input_ids: torch.Tensor,
-        model_kwargs: dict[str, Any],
-        *,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
+        text: Row,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None = None,
         drafting_stats: DraftingStats | None = None,
@@ -83,18 +79,18 @@ class Sequence:
     ) -> None:
         self.target, self.drafter, self.pair, self.num_drafts = target, drafter, pair, num_drafts
         self.config, self.streamer, self.drafting_stats = generation_config, streamer, drafting_stats
-        self.processor, self.stopping = logits_processor, Stopping(stopping_criteria)
-        self.sampler = DraftSampler(logits_processor, bool(generation_config.do_sample))
+        self.processor, self.stopping = text.processors, Stopping(text.criteria)
+        self.sampler = DraftSampler(text.processors, bool(generation_config.do_sample))
         self.tree_budget = tree_budget_asked(generation_config)
         self.observer = drafter.observed(target.model, self.sampler.do_sample)
         self.leaves_nothing = leaves_nothing(
-            target.model, drafter, self.observer, generation_config, [*logits_processor, *stopping_criteria]
+            target.model, drafter, self.observer, generation_config, [*text.processors, *text.criteria]
         )
         self.recorder, self.stats = OutputRecorder(generation_config, target), SpeculationStats()
         drafter.remember(self.stats)
-        self.kwargs, self.cache = dict(model_kwargs), model_kwargs[CACHE]
+        self.kwargs, self.cache = dict(text.arguments), text.arguments[CACHE]
         skips_padding = is_one_of_several or target.skips_padding
-        self.tokens = self._tokens(input_ids, skips_padding)
+        self.tokens = self._tokens(text.ids, skips_padding)
         self.context = context_of(self.cache, drafter)
         self.residuals: list[torch.Tensor] = []
         self.finished, self.streamer_seconds, self.now = False, 0.0, clock(target.model.device)

@@ -63,7 +63,7 @@ class Observer:
 
     def add_round(self, context: Context, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
         """Hear what the target said about a round. With an observer that has this method no round runs in inference
-        mode, in which nothing can be kept to learn from ([`~decoding.inference_mode`]).
+        mode, in which nothing can be kept to learn from ([`~decoding.request.leaves_nothing`]).
 
         Args:
             context: The drafter's, of the sequence.

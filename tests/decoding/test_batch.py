@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, pipeline
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, StoppingCriteria, pipeline
 from transformers.generation import stopping_criteria
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
@@ -202,6 +202,46 @@ def test_a_padded_batch_is_healed_as_one(family, by_config, name):
     drafter = PromptLookupDrafter(target)
     assert torch.equal(target.generate(**asked, assistant_model=drafter), expected)
     assert len(drafter.last_stats.rows) == 3 and texts.input_ids.shape == (3, 7)
+
+
+def test_each_row_is_guided_by_its_own_negative_prompt(target):
+    """Its context grows with the text, so each row needs one."""
+    ids, negative = prompts(2), torch.stack([prompt(3, seed=5)[0], prompt(3, seed=6)[0]])
+    options = dict(**GREEDILY, max_new_tokens=8, guidance_scale=1.5)
+    alone = [
+        target.generate(ids[row : row + 1], negative_prompt_ids=negative[row : row + 1], **options)[0]
+        for row in range(2)
+    ]
+    written = target.generate(
+        ids, negative_prompt_ids=negative, assistant_model=RandomChains(target, alone), **options
+    )
+    assert written.tolist() == [row.tolist() for row in alone]
+
+
+def test_what_a_processor_generates_is_no_part_of_the_batch(qwen3):
+    drafter, said = PromptLookupDrafter(qwen3), []
+
+    class Asks(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            drafts = PromptLookupDrafter(qwen3)
+            said.append(
+                GenerationMixin.generate(qwen3, prompt(9), assistant_model=drafts, **GREEDILY, max_new_tokens=3)
+            )
+            return scores
+
+    options = dict(**GREEDILY, max_new_tokens=3)
+    out = qwen3.generate(prompts(2), assistant_model=drafter, logits_processor=[Asks()], **options)
+    assert torch.equal(out, qwen3.generate(prompts(2), **options))
+    assert said and all(torch.equal(each, qwen3.generate(prompt(9), **options)) for each in said)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_texts_may_start_with_the_targets_first_token(target, count):
+    """Which transformers puts there where there is no prompt."""
+    drafter = PromptLookupDrafter(target)
+    options = dict(do_sample=True, top_k=1, bos_token_id=5, pad_token_id=0, max_new_tokens=8)
+    out = target.generate(assistant_model=drafter, num_return_sequences=count, **options)
+    assert torch.equal(out, target.generate(torch.tensor([[5]] * count), **options))
 
 
 def test_up_to_where_its_cache_starts_anew_each_row_is_its_text_alone():

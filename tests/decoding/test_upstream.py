@@ -63,6 +63,11 @@ def test_what_bind_overrides_is_called_as_we_expect():
         ],
         "_prefill": ["input_ids", "generation_config", "model_kwargs"],
         "_validate_generation_mode": ["generation_mode", "generation_config", "generation_mode_kwargs"],
+        "_get_logits_processor": [
+            "generation_config", "input_ids_seq_length", "encoder_input_ids", "prefix_allowed_tokens_fn",
+            "logits_processor", "device", "model_kwargs", "negative_prompt_ids", "negative_prompt_attention_mask",
+        ],
+        "_get_stopping_criteria": ["generation_config", "stopping_criteria", "tokenizer"],
     }  # fmt: skip
     for method, parameters in expected.items():
         assert names(getattr(GenerationMixin, method))[1 : len(parameters) + 1] == parameters, MOVED + method
@@ -112,6 +117,8 @@ PRIVATE = [
         "_assisted_decoding": "to run our loop",
         "_get_candidate_generator": "to hand our drafts to transformers' loop",
         "_prefill": "to run the prompt",
+        "_get_logits_processor": "to ask processors about each row of a batch alone",
+        "_get_stopping_criteria": "to ask criteria about each row of a batch alone",
         "_validate_generation_mode": "to let drafters of targets with fewer tokens through `generate`'s check",
         "_valid_auto_compile_criteria": "to compile rounds where transformers' own loop would be compiled",
         "_supports_default_dynamic_cache": "to refuse targets that make a cache of their own",

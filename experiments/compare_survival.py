@@ -224,7 +224,7 @@ class Linear(Regressed):
     def __call__(self, features: np.ndarray) -> list[float]:
         if self.model is None:
             return [0.5] * len(features)
-        said = features / self.scale @ self.model.coef_ + self.model.intercept_
+        said = features / self.scale @ self.model.weights[:-1] + self.model.weights[-1]
         return np.clip(said, 0.01, 0.99).tolist()
 
 

@@ -31,20 +31,13 @@ class RoundCosts:
         self._model = AugmentedSpaceLinearModel(
             quantization=1e-9, max_centers=CENTERS, memory=MEMORY, shrinkage=ROUNDS
         )
-        self._pace, self._least = 0.0, 1.0
+        self._pace, self._fastest = 0.0, 1.0
         self._measured: list[tuple[Inputs, float]] = []
         self._tables: dict[tuple[int, int], list[float]] = {}
 
     def observe(self, length: int, drafts: int | None, seconds: float, texts: int = 1, is_trial: bool = False) -> None:
-        """Learn from one round.
-
-        Args:
-            length: Of the text before it.
-            drafts: How many each text verified; `None` if the drafter was not asked.
-            seconds: What it took.
-            texts: Of the batch.
-            is_trial: Whether nothing is known of rounds like it: the model learns at once.
-        """
+        """Learn from one round, in which each text verified `drafts`; `None` if the drafter was not asked. In a trial
+        nothing is known of rounds like it: the model learns at once."""
         seconds = max(seconds, 1e-9)  # a clock may be coarse
         self._pace = self._pace or seconds
         cost = seconds / self._pace
@@ -55,23 +48,23 @@ class RoundCosts:
         measured = self._measured = [*self._measured, (_inputs(length.bit_length(), drafts, texts), cost)]
         if is_trial or len(measured) >= ROUNDS:
             inputs, costs = zip(*measured)
-            self._least = min(self._least, *costs)
+            self._fastest = min(self._fastest, *costs)
             self._model = copy.copy(self._model).partial_fit(inputs, costs)
             self._measured, self._tables = [], {}
 
-    def predict(self, length: int, most: int, texts: int = 1) -> list[float]:
-        """Return what rounds with 0, 1, .. `most` drafts a text take, in units of a round without the drafter."""
-        plain, *others = self._table(length, most, texts)
-        return [cost / plain for cost in others[: most + 1]]
+    def predict(self, length: int, max_drafts: int, texts: int = 1) -> list[float]:
+        """Return what rounds with 0, 1, .. `max_drafts` a text take, in units of a round without the drafter."""
+        plain, *others = self._table(length, max_drafts, texts)
+        return [cost / plain for cost in others[: max_drafts + 1]]
 
-    def _table(self, length: int, most: int, texts: int) -> list[float]:
+    def _table(self, length: int, max_drafts: int, texts: int) -> list[float]:
         """Return costs: of a round without the drafter, then of rounds with 0, 1, .. drafts: none faster than the
         fastest measured."""
         key, tables = (length.bit_length(), texts), self._tables
         table = tables.get(key, [])
-        if len(table) < most + 2:
-            inputs = [_inputs(key[0], drafts, texts) for drafts in (None, *range(most + 1))]
-            table = tables[key] = self._model.predict(inputs).clip(self._least).tolist()
+        if len(table) < max_drafts + 2:
+            inputs = [_inputs(key[0], drafts, texts) for drafts in (None, *range(max_drafts + 1))]
+            table = tables[key] = self._model.predict(inputs).clip(self._fastest).tolist()
         return table
 
 

@@ -30,15 +30,10 @@ ERROR = 0.5  # relative standard error of one round, about
 
 @dataclass
 class Probes:
-    """Says when to try what does not seem to pay: after `interval` rounds, which doubles each time.
-
-    Attributes:
-        interval: Rounds from one probe to the next.
-        waited: How many of these are over.
-    """
+    """Says when to try what does not seem to pay: after `interval` rounds, which doubles each time."""
 
     interval: int = field(default_factory=lambda: FEW)
-    waited: int = 0
+    waited: int = 0  # of these rounds
 
     def is_due(self) -> bool:
         """Return whether to probe in this round."""
@@ -51,43 +46,24 @@ class Probes:
 
 @dataclass
 class DraftingStats:
-    """What is known of a drafter with a target, kept from generation to generation for as long as that is bound.
-
-    Attributes:
-        acceptance: Predicts which drafts are accepted.
-        costs: Predicts what rounds take.
-        is_drafting: Whether it pays to ask the drafter.
-        tokens: That rounds write in which the drafter is asked, a running mean.
-        cost: What they take, in rounds without the drafter.
-        rounds: How many these means are of; what was known before the last change of `is_drafting` counts as a few.
-        trials: Rounds that tried what was not known, or known long ago.
-        probes: Of the drafter where it does not pay, of other counts where it does.
-        trees: The same of the drafter's trees, once there are some.
-        turns: Probes of trees or chains, whichever are slower.
-        batches: The same of batches, by the binary logarithm of their size.
-    """
+    """What is known of a drafter with a target, kept from generation to generation for as long as that is bound."""
 
     acceptance: AcceptanceLine = field(default_factory=AcceptanceLine)
     costs: RoundCosts = field(default_factory=RoundCosts)
-    is_drafting: bool = True
-    tokens: float = 0.0
-    cost: float = 0.0
-    rounds: int = 0
-    trials: int = 0
-    probes: Probes = field(default_factory=Probes)
-    trees: DraftingStats | None = None
-    turns: Probes = field(default_factory=Probes)
-    batches: dict[int, DraftingStats] = field(default_factory=dict)
+    is_drafting: bool = True  # whether it pays to ask the drafter
+    tokens: float = 0.0  # that rounds write in which the drafter is asked, a running mean
+    cost: float = 0.0  # what they take, in rounds without the drafter
+    rounds: int = 0  # that these means are of; what was known before `is_drafting` last changed counts as a few
+    trials: int = 0  # rounds that tried what was not known, or known long ago
+    probes: Probes = field(default_factory=Probes)  # of the drafter where it does not pay, else of other counts
+    trees: DraftingStats | None = None  # the same of the drafter's trees, once there are some
+    turns: Probes = field(default_factory=Probes)  # of trees or chains, whichever are slower
+    batches: dict[int, DraftingStats] = field(default_factory=dict)  # the same, by the binary logarithm of the size
 
     @property
     def is_tried(self) -> bool:
         """Whether rounds of each kind were tried."""
-        return self.trials >= len(self.kinds(0))
-
-    @staticmethod
-    def kinds(room: int) -> tuple[int, ...]:
-        """Return how many drafts the rounds have that are tried, one after the other; 0 without the drafter."""
-        return room, 0, room, -(-room // 2)
+        return self.trials >= len(trial_draft_counts(0))
 
     @property
     def speedup(self) -> float:
@@ -95,19 +71,14 @@ class DraftingStats:
         return self.tokens / self.cost if self.is_drafting and self.cost else 1.0
 
     def judge(self, tokens: float, cost: float, texts: int = 1) -> None:
-        """Decide whether to ask the drafter from now on, by a round in which it was asked.
-
-        Args:
-            tokens: That each text got.
-            cost: What the round took, in rounds without the drafter.
-            texts: Of the batch: what many bring varies less, and a loss that chance can explain is none.
-        """
+        """Decide whether to ask the drafter from now on, by a round in which each text got `tokens` for `cost`."""
         self.rounds += self.is_drafting or not self.rounds
         weight = max(1 / MEMORY, 1 / self.rounds)
         self.tokens += (tokens - self.tokens) * weight
         self.cost += (cost - self.cost) * weight
         gain = self.tokens / self.cost
-        # Of one round: accepted drafts vary as rare events do, those that are never accepted hardly.
+        # Of one round: accepted drafts vary as rare events do, those that are never accepted hardly. What many texts
+        # bring varies less, and a loss that chance can explain is none.
         error = min(ERROR, math.sqrt(max(self.tokens - 1, 1 / MEMORY)))
         too_slow = self.rounds >= 2 * FEW and gain < 1 - error / math.sqrt(texts * min(self.rounds, MEMORY))
         if too_slow if self.is_drafting else gain > 1:
@@ -116,36 +87,27 @@ class DraftingStats:
             self.probes = Probes()  # it paid this time, and so may soon again
 
 
-class Outcome(NamedTuple):
-    """What came of a sequence's drafts in a round.
+def trial_draft_counts(limit: int) -> tuple[int, ...]:
+    """Return how many drafts the rounds have that are tried, one after the other; 0 without the drafter."""
+    return limit, 0, limit, -(-limit // 2)
 
-    Attributes:
-        tree: The drafts.
-        path: The accepted nodes, from the anchor on.
-        is_last: Whether the text has ended.
-    """
+
+class Outcome(NamedTuple):
+    """What came of a sequence's drafts in a round."""
 
     tree: DraftTree
-    path: list[int]
-    is_last: bool
+    path: list[int]  # the accepted nodes, from the anchor on
+    is_last: bool  # whether the text has ended
 
 
 class FixedPolicy:
-    """As many drafts as were asked for, every round.
+    """As many drafts as were asked for, every round."""
 
-    Attributes:
-        is_asked: Whether the drafter drafts in this round, and so is to know what was accepted.
-    """
-
-    is_asked = True
+    is_asked = True  # whether the drafter drafts in this round, and so is to know what was accepted
 
     def begin(self, length: int, rooms: Sequence[int]) -> int:
-        """Begin a round and return how many drafts, one after the other, each sequence may have.
-
-        Args:
-            length: Tokens of the longest text.
-            rooms: For how many drafts each sequence has room.
-        """
+        """Begin a round after at most `length` tokens, and return how many drafts, one after the other, each sequence
+        may have; there is room for `rooms`."""
         return max(rooms)
 
     def sampler(self, sampler: DraftSampler) -> DraftSampler:
@@ -153,43 +115,40 @@ class FixedPolicy:
         return sampler
 
     def cut(self, tree: DraftTree) -> DraftTree:
-        """Return what of the drafts is verified."""
+        """Return those of the drafts that are verified."""
         return tree
 
     def end(self, outcomes: Sequence[Outcome], seconds: float | None) -> None:
-        """Learn what came of each sequence's drafts in a round that took so long; `None` where that says nothing of
-        others like it, because something was compiled."""
+        """Learn from a round. `seconds` is `None` where it says nothing of others like it: something was compiled."""
 
 
 class ChainPolicy(FixedPolicy):
-    """Chains of as many drafts as pay.
-
-    Args:
-        stats: Of the drafter with the target; changed.
-    """
+    """Chains of as many drafts as pay."""
 
     def __init__(self, stats: DraftingStats) -> None:
-        self.stats = self._known = stats
+        self.stats = self._known = stats  # of the drafter with the target; changed
         self._is_first = True  # round of the generation, which takes longer than others
         self._is_trial = False
-        self._least = 1  # drafts in any case
+        self._min_drafts = 1  # drafts in any case
         self._signals: list[float] = []
         self._reached = 1.0  # the probability that all of these drafts are accepted
         self._costs: list[float] = []  # of each number of drafts
         self._length, self._texts = 0, 1
 
     def begin(self, length: int, rooms: Sequence[int]) -> int:
-        stats, room = self.stats, max(rooms)
+        stats, limit = self.stats, max(rooms)
         self._length, self._texts, self._signals, self._reached = length, len(rooms), [], 1.0
-        is_probe = room > 0 and not self._is_first and (not stats.is_tried or stats.probes.is_due())
+        is_probe = limit > 0 and not self._is_first and (not stats.is_tried or stats.probes.is_due())
         self._is_trial = is_probe and stats.is_drafting
-        kinds = stats.kinds(room)
-        most = room if stats.is_drafting or is_probe else 0
-        count = kinds[stats.trials % len(kinds)] if self._is_trial else most
-        self._least = count if self._is_trial else 1
+        if self._is_trial:
+            counts = trial_draft_counts(limit)
+            count = counts[stats.trials % len(counts)]
+        else:
+            count = limit if stats.is_drafting or is_probe else 0
+        self._min_drafts = count if self._is_trial else 1
         self.is_asked = count > 0
         if self.is_asked:
-            predicted = stats.costs.predict(length, room, self._texts) if stats.is_tried else [0.0] * (room + 1)
+            predicted = stats.costs.predict(length, limit, self._texts) if stats.is_tried else [0.0] * (limit + 1)
             # In tokens that this generation writes meanwhile: at least what rounds without the drafter do.
             self._costs = [cost * max(stats.speedup, 1.0) for cost in predicted]
         return count
@@ -202,11 +161,7 @@ class ChainPolicy(FixedPolicy):
         return self._pays(1.0)
 
     def admits(self, signal: float) -> bool:
-        """Return whether the next draft is drawn and verified.
-
-        Args:
-            signal: What the drafter says of it before it is drawn, in [0, 1].
-        """
+        """Return whether the next draft is drawn and verified, by what the drafter says of it before, in [0, 1]."""
         chance = self.stats.acceptance(signal)
         if not self._pays(chance):
             return False
@@ -223,16 +178,15 @@ class ChainPolicy(FixedPolicy):
             gained += reached
             if gained >= cost - self._costs[here]:
                 return True
-        return here < self._least
+        return here < self._min_drafts
 
     def cut(self, tree: DraftTree) -> DraftTree:
-        """Admit drafts that were not admitted one by one, as of a drafter that does without a sampler, and return
-        those that are."""
+        """Return the drafts that pay, where they were not admitted one by one: of a drafter that asks no sampler."""
         return tree if self._signals or not tree.is_chain else tree.first(self._admit_unseen(len(tree)))
 
-    def _admit_unseen(self, most: int) -> int:
-        """Return how many drafts are admitted whose signals are not known: by their positions."""
-        return next((k for k in range(most) if not self.admits(UNKNOWN ** (k + 1))), most)
+    def _admit_unseen(self, count: int) -> int:
+        """Return how many of `count` drafts are admitted whose signals are not known: by their positions."""
+        return next((k for k in range(count) if not self.admits(UNKNOWN ** (k + 1))), count)
 
     def end(self, outcomes: Sequence[Outcome], seconds: float | None) -> None:
         for outcome in outcomes:
@@ -285,8 +239,8 @@ class TreePolicy(ChainPolicy):
     def sampler(self, sampler: DraftSampler) -> DraftSampler:
         if not self.are_trees:
             return super().sampler(sampler)
-        least = max(self._costs[-1] - self._costs[0], 0.0) / MOST_NODES  # what a node costs
-        return replace(sampler, tree_budget=self._nodes, node_admission=Admission(self.stats.acceptance, least))
+        node_cost = max(self._costs[-1] - self._costs[0], 0.0) / MOST_NODES
+        return replace(sampler, tree_budget=self._nodes, node_admission=Admission(self.stats.acceptance, node_cost))
 
     def cut(self, tree: DraftTree) -> DraftTree:
         return tree if self.are_trees else super().cut(tree)

@@ -189,11 +189,7 @@ class DrafterConfig(WithCode, PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build the configuration as any other, but only from a drafter's fields: another model's would give a drafter
-        of defaults.
-
-        Raises:
-            ValueError: If the fields are another model's, or one has a value that no drafter can have.
-        """
+        of defaults."""
         kind = config_dict.get("model_type", cls.model_type)
         if kind != cls.model_type:
             raise ValueError(
@@ -231,11 +227,8 @@ class DrafterConfig(WithCode, PreTrainedConfig):
 
     @classmethod
     def check_fields(cls, given: Mapping[str, Any]) -> None:
-        """Check each field by itself, before a configuration is built.
-
-        Raises:
-            ValueError: If a name in `given` is no field (the message has the nearest one), or its value is wrong.
-        """
+        """Raise a `ValueError` if a name in `given` is no field (the message has the nearest one), or its value is
+        wrong by itself. No configuration has to be built for that."""
         known = [field.name for field in fields(cls)]
         for name, value in given.items():
             if name not in known:

@@ -54,13 +54,7 @@ neither files nor connections. One text at a time, drafted in a chain; for more 
 
 
 def carried_code(config: type, drafter: type, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Return the code that goes with a drafter of this package, by file names.
-
-    Args:
-        config: The class of its configuration.
-        drafter: Its class.
-        chosen: As for [`letter`].
-    """
+    """Return the code that goes with a drafter of this package, by file names; `chosen` is as for [`letter`]."""
     kind: str = config.model_type  # type: ignore[attr-defined]
     name = f"portable_{kind}"
     choice = _CHOICE.format(
@@ -73,36 +67,23 @@ def carried_code(config: type, drafter: type, chosen: Mapping[str, str]) -> dict
 
 
 class Statement(NamedTuple):
-    """A definition at the top of a file.
+    """A definition at the top of a file."""
 
-    Attributes:
-        text: With the comments before it.
-        uses: The names that it runs.
-        typed: The names in its annotations, which nothing runs.
-    """
-
-    text: str
-    uses: set[str]
-    typed: set[str]
+    text: str  # with the comments before it
+    uses: set[str]  # the names that it runs
+    typed: set[str]  # the names in its annotations, which nothing runs
 
 
 class Module:
-    """A file: its definitions, and where its other names come from.
-
-    Attributes:
-        title: The first line of its docstring.
-        statements: By their first line.
-        defined: The statement of each name, by its first line.
-        ours: Names that are imported from this package: the file, and the name there.
-        others: Names that are imported from elsewhere: the module, and the name there; `""` for the module itself.
-    """
+    """A file: its definitions, and where its other names come from."""
 
     def __init__(self, path: Path) -> None:
         lines, tree = path.read_text(encoding="utf-8").splitlines(), ast.parse(path.read_text(encoding="utf-8"))
         self.path, self.title = path, (ast.get_docstring(tree) or "").partition("\n")[0]
-        self.statements: dict[int, Statement] = {}
-        self.defined: dict[str, int] = {}
-        self.ours: dict[str, tuple[Path, str]] = {}
+        self.statements: dict[int, Statement] = {}  # by their first line
+        self.defined: dict[str, int] = {}  # the statement of each name, by its first line
+        self.ours: dict[str, tuple[Path, str]] = {}  # imported from this package: the file, and the name there
+        # Imported from elsewhere: the module, and the name there; "" for the module itself.
         self.others: dict[str, tuple[str, str]] = {}
         first = 0
         for place, node in enumerate(tree.body):
@@ -154,17 +135,8 @@ _module = cache(Module)
 
 
 def letter(path: Path, names: list[str], about: str, chosen: Mapping[str, str]) -> str:
-    """Return one file with these names of a file of this package, and all that they use of it.
-
-    Args:
-        path: The file.
-        names: Classes and functions in it.
-        about: The docstring.
-        chosen: Of tables at the top of a file the one key that is needed; of an unknown one the table is empty.
-
-    Raises:
-        ValueError: If two definitions have one name.
-    """
+    """Return one file, `about` its docstring, with these names of a file of this package and all that they use of it.
+    Of the tables in `chosen` it has the one key that is needed; of an unknown one the table is empty."""
     wanted: dict[Path, set[int]] = {}  # in the order in which the files are needed
     others: dict[str, tuple[str, str]] = {}
     places: dict[str, Path] = {}
@@ -193,9 +165,13 @@ def letter(path: Path, names: list[str], about: str, chosen: Mapping[str, str]) 
 
     for name in names:
         add(path, name)
-    types = [
-        name for name, path in sorted(typed.items()) if name not in places and _add_type(_module(path), name, others)
-    ]
+    types = []  # of this package, in annotations alone
+    for name, path in sorted(typed.items()):
+        module = _module(path)
+        if name not in places and name in module.others:
+            others.setdefault(name, module.others[name])
+        if name not in places and (name in module.ours or name in module.defined):
+            types.append(name)
     others["Any"] = "typing", "Any"
     text = f'"""{about}"""\n\nfrom __future__ import annotations\n\n{_imports(others)}'
     if types:
@@ -209,13 +185,6 @@ def letter(path: Path, names: list[str], about: str, chosen: Mapping[str, str]) 
             text += ("" if text.endswith("\n") else "\n" if is_constant and was_constant else "\n\n\n") + own
             was_constant = is_constant
     return text + "\n"
-
-
-def _add_type(module: Module, name: str, others: dict[str, tuple[str, str]]) -> bool:
-    """Add the import of a name in annotations, if it is from elsewhere; return whether it is of this package."""
-    if name in module.others:
-        others.setdefault(name, module.others[name])
-    return name in module.ours or name in module.defined
 
 
 def _with_one_key(statement: Statement, key: str) -> Statement:

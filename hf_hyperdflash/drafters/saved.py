@@ -40,12 +40,7 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load the drafter as any model, but only a complete one in safetensors
-        ([`~drafters.weights.load_complete`]).
-
-        Raises:
-            ValueError: If it is no drafter of this kind, or its tensors are not those of its configuration.
-            OSError: If it cannot be found or its weights are damaged.
-        """
+        ([`~drafters.weights.load_complete`])."""
         return load_complete(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
     @property
@@ -73,11 +68,7 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
     def carried_code(self) -> dict[str, str]:
         """Return the code that goes with the drafter, by file names: of a kind of this package what drafts without it
         ([`~drafters.letter`]). A class of somebody else's brings its own file and those beside it that this imports,
-        which use the installed package.
-
-        Raises:
-            ValueError: If the class is in no file, or its file imports from another folder.
-        """
+        which use the installed package."""
         own: Any = self._own_class()
         path = Path(str(sys.modules[own.__module__].__file__))
         if not path.is_relative_to(_PACKAGE):

@@ -53,19 +53,8 @@ class HubOptions(TypedDict, total=False):
 def load_complete(
     load: Callable[..., Any], name: str | Path, *args: Any, output_loading_info: bool = False, **options: Any
 ) -> Any:
-    """Load a drafter's checkpoint with `load`, a `from_pretrained`, and check it.
-
-    Args:
-        load: transformers' own.
-        name: Folder or Hub id.
-        *args: For `load`.
-        output_loading_info: As of `from_pretrained`.
-        **options: For `load`.
-
-    Raises:
-        ValueError: If tensors are missing, unexpected, of another shape or not finite, naming them.
-        OSError: If it cannot be found, is no checkpoint in safetensors, or is damaged.
-    """
+    """Load a drafter's checkpoint with `load`, a `from_pretrained`, and check it. A `ValueError` names tensors that
+    are missing, unexpected, of another shape or not finite, an `OSError` what cannot be found or is damaged."""
     name, options = resolve_subfolder(name, options)
     if options.get("state_dict") is None:  # else there is nothing to read
         check_source(name, "drafter", "adapter_config.json")
@@ -106,12 +95,7 @@ def load_complete(
 
 def resolve_subfolder(name: str | Path, options: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return a checkpoint and the options of loading it, with a folder's `subfolder` joined to the folder. For a
-    repository on the Hub it stays an option.
-
-    Args:
-        name: Folder or Hub id.
-        options: As of `from_pretrained`.
-    """
+    repository on the Hub it stays an option."""
     subfolder = options.get("subfolder")
     if not subfolder or not isinstance(name, (str, Path)) or not Path(name).is_dir():
         return name, options
@@ -119,13 +103,8 @@ def resolve_subfolder(name: str | Path, options: Mapping[str, Any]) -> tuple[Any
 
 
 def check_source(name: object, what: str = "drafter", *others: str) -> None:
-    """Raise an `OSError` or a `ValueError` if `name` can neither be the folder nor the Hub id of a checkpoint.
-
-    Args:
-        name: Folder or Hub id.
-        what: What it should be, for the message.
-        *others: Files that a folder may have in place of a config.json.
-    """
+    """Raise an `OSError` or a `ValueError` if `name` can neither be the folder nor the Hub id of a checkpoint, `what`
+    in the message. A folder has a config.json, or one of the files `others`."""
     if not isinstance(name, (str, Path)) or not str(name).strip():
         given = "empty" if isinstance(name, str) else repr(name)
         raise ValueError(f"The name of the {what} is {given}, expected a folder or a Hub id (org/name).")
@@ -157,11 +136,7 @@ def check_source(name: object, what: str = "drafter", *others: str) -> None:
 
 def weight_files(folder: Path) -> list[str]:
     """Return the names of a checkpoint's weight files: those in its index, or the one file that needs no index; none
-    if there is neither.
-
-    Raises:
-        OSError: If the index is missing or damaged, or one of its files is missing.
-    """
+    if there is neither. Raise an `OSError` if the index is missing or damaged, or one of its files is missing."""
     if not (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         if (folder / SAFE_WEIGHTS_NAME).is_file():
             return [SAFE_WEIGHTS_NAME]
@@ -184,11 +159,7 @@ def weight_files(folder: Path) -> list[str]:
 
 def tensor_names(folder: Path) -> set[str]:
     """Return the names of a checkpoint's tensors, without reading those; none if they are in several pickles, or
-    damaged.
-
-    Raises:
-        OSError: As [`weight_files`].
-    """
+    damaged."""
     names: set[str] = set()
     for file in weight_files(folder):
         try:
@@ -203,35 +174,22 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def indexed(index: Path) -> dict[str, str]:
-    """Return the file of each tensor, by an index.
-
-    Raises:
-        OSError: If the file is no index.
-    """
+    """Return the file of each tensor, by an index; raise an `OSError` if the file is none."""
     try:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        is_index = bool(files) and all(isinstance(file, str) for file in files.values())
-    except json.JSONDecodeError as error:
-        why = f"is no JSON ({error.msg}, line {error.lineno}, column {error.colno})"
-    except UnicodeDecodeError:
-        why = "is no text in UTF-8"
-    except (KeyError, TypeError, AttributeError):
-        why = "has no `weight_map`, expected the name of each tensor's file"
-    else:
-        if is_index:
+        if files and all(isinstance(file, str) for file in files.values()):
             return files
         why = "has a `weight_map` that names no files"
+    except ValueError as error:
+        why = f"is no JSON in UTF-8 ({error})"
+    except (KeyError, TypeError, AttributeError):
+        why = "has no `weight_map`, expected the name of each tensor's file"
     raise OSError(f"{index} {why}. Copy or download it again.")
 
 
 def check_names(name: str | Path, *, version: str = "", **found: Collection[str]) -> None:
-    """Raise a `ValueError` if `found` has any name.
-
-    Args:
-        name: The checkpoint's.
-        version: That of the package that saved it.
-        **found: Names of tensors by what is wrong with them: `missing=[...]`, for example.
-    """
+    """Raise a `ValueError` if `found` has any name of a tensor, by what is wrong with it: `missing=[...]`, for
+    example. `version` is that of the package that saved the checkpoint."""
     if any(found.values()):
         by = f" (saved by hf_hyperdflash {version})" if version else ""
         raise ValueError(
@@ -300,11 +258,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def named_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype of that name, as `from_pretrained` takes it; `None` if it is left out or `"auto"`.
-
-    Raises:
-        ValueError: If weights cannot have it.
-    """
+    """Return the dtype of that name, as `from_pretrained` takes it; `None` if it is left out or `"auto"`. Raise a
+    `ValueError` if weights cannot have it."""
     if dtype is None or dtype == "auto":
         return None
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

@@ -27,7 +27,6 @@ def ordered_logits(
     that were drawn, so verification's assumption about the drafts' distributions holds.
 
     Args:
-        head: The drafter's sequential head.
         states: The states of the blocks, `[batch, drafts, config.target_hidden_size]`.
         anchors: Their first tokens, `[batch]`.
         logits: From states `[..., config.target_hidden_size]` to logits over the tokens that can be drafted.

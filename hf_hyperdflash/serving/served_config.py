@@ -19,20 +19,13 @@ TRAIN = "train a drafter with"
 
 
 class ServedConfig(HyperDFlashConfig):
-    """A [`HyperDFlashConfig`] with the additional fields that an engine's DFlash drafting reads.
+    """A [`HyperDFlashConfig`] with the additional fields that an engine's DFlash drafting reads. It refuses a drafter
+    that the engine cannot run."""
 
-    Attributes:
-        engine: The engine's name.
-        drafts_option: The engine's option for the tokens that are drafted a round.
-        counts_anchor: Whether that option counts the anchor, too.
-        longest_option: Its option for the longest text.
-
-    Raises:
-        ValueError: If the engine cannot run such a drafter.
-    """
-
-    engine = drafts_option = longest_option = ""
-    counts_anchor = False
+    engine = ""
+    drafts_option = ""  # the engine's option for the tokens that are drafted a round
+    counts_anchor = False  # whether that option counts the anchor, too
+    longest_option = ""  # its option for the longest text
 
     def _complete(self) -> None:
         super()._complete()
@@ -47,22 +40,8 @@ class ServedConfig(HyperDFlashConfig):
 
     def check_served(self) -> None:
         """Raise a `ValueError` if the engine cannot run such a drafter with any target."""
-        for is_unsupported, name, expected, fix in self._unsupported_by_any() + self._unsupported_by_engine():
-            if is_unsupported:
-                raise ValueError(
-                    f"The drafter's `{name}` is {getattr(self, name)!r}, but {self.engine} serves {expected}: {fix}."
-                )
-
-    def _add_engine_fields(self) -> None:
-        raise NotImplementedError(f"A {type(self).__name__} has no `_add_engine_fields`.")
-
-    def _unsupported_by_engine(self) -> list[tuple[bool, str, str, str]]:
-        """Return this engine's limits: whether one is exceeded, the field, what can be served, and the fix."""
-        raise NotImplementedError(f"A {type(self).__name__} has no `_unsupported_by_engine`.")
-
-    def _unsupported_by_any(self) -> list[tuple[bool, str, str, str]]:
         kind = (self.rope_parameters or {}).get("rope_type")
-        return [
+        for is_unsupported, name, expected, fix in [
             (self.sample_from_anchor, "sample_from_anchor", "False", f"{TRAIN} `sample_from_anchor=False`"),
             (self.mask_token_id is None, "mask_token_id", "drafters that read a token at draft positions",
              f"{TRAIN} `mask_token_id`, the id of one that no text has"),
@@ -77,7 +56,19 @@ class ServedConfig(HyperDFlashConfig):
             (self.window_from == "anchor" and FULL in self.kinds and SLIDING in self.kinds, "layer_types",
              "layers of one kind where a window counts from the anchor", f"{TRAIN} `layer_types=None`"),
             (kind not in _ROPE, "rope_parameters", "a `rope_type` of " + ", ".join(_ROPE), f"{TRAIN} the default one"),
-        ]  # fmt: skip
+            *self._unsupported_by_engine(),
+        ]:  # fmt: skip
+            if is_unsupported:
+                raise ValueError(
+                    f"The drafter's `{name}` is {getattr(self, name)!r}, but {self.engine} serves {expected}: {fix}."
+                )
+
+    def _add_engine_fields(self) -> None:
+        raise NotImplementedError(f"A {type(self).__name__} has no `_add_engine_fields`.")
+
+    def _unsupported_by_engine(self) -> list[tuple[bool, str, str, str]]:
+        """Return this engine's limits: whether one is exceeded, the field, what can be served, and the fix."""
+        raise NotImplementedError(f"A {type(self).__name__} has no `_unsupported_by_engine`.")
 
 
 def layers_read(config: PreTrainedConfig) -> list[int]:
@@ -89,35 +80,24 @@ def layers_read(config: PreTrainedConfig) -> list[int]:
 def check_served_pair(
     kind: type[ServedConfig], config: PreTrainedConfig, target: PreTrainedConfig, drafts: int, longest: int
 ) -> None:
-    """Check that an engine can run a drafter with a target as it was started, with the block and the window that the
-    drafter was trained with.
-
-    Args:
-        kind: The engine's [`ServedConfig`].
-        config: The drafter's, of that kind or with its fields.
-        target: The configuration of the target's text model.
-        drafts: Tokens that are drafted a round.
-        longest: The longest text, in tokens.
-
-    Raises:
-        ValueError: If not, with the value, the expected one, and the fix.
-    """
+    """Raise a `ValueError` if an engine cannot run a drafter with a target as it was started, with the block and the
+    window that the drafter was trained with, of `drafts` tokens a round, in texts of up to `longest` tokens."""
+    layers, streams = target.num_hidden_layers, getattr(target, "hc_mult", 1)
     for name, drafters, targets in (
         ("vocab_size", config.vocab_size, target.vocab_size),
         ("hidden_size", config.target_hidden_size, target.hidden_size),
-        ("num_hidden_layers", config.target_num_layers or target.num_hidden_layers, target.num_hidden_layers),
+        ("num_hidden_layers", config.target_num_layers or layers, layers),
     ):
         if drafters != targets:
             raise ValueError(
                 f"The drafter was made for a target with `{name}` {drafters}, but this target's is {targets}: serve "
                 f"the drafter's own target, {config.target_name_or_path or 'whose name it does not say'}."
             )
-    if max(layers_read(config)) >= target.num_hidden_layers:
+    if max(layers_read(config)) >= layers:
         raise ValueError(
-            f"The drafter reads layers {config.target_layer_ids}, but this target's are 0 to "
-            f"{target.num_hidden_layers - 1}: serve the drafter's own target."
+            f"The drafter reads layers {config.target_layer_ids}, but this target's are 0 to {layers - 1}: serve the "
+            "drafter's own target."
         )
-    streams = getattr(target, "hc_mult", 1)
     if config.target_hc_mult != streams:
         raise ValueError(
             f"The drafter reads {config.target_hc_mult} residual streams of each layer, but this target has "

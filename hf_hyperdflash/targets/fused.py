@@ -50,13 +50,7 @@ def sinkhorn_connections(model: nn.Module) -> dict[nn.Module, Kernel]:
 
 
 class FusedForward:
-    """The `forward` of a module whose work a kernel can do, in the instance itself.
-
-    Args:
-        fusion: Of the target.
-        module: The module.
-        kernel: What does the work.
-    """
+    """The `forward` of a module whose work a kernel can do, in the instance itself."""
 
     def __init__(self, fusion: Fusion, module: nn.Module, kernel: Kernel) -> None:
         self.fusion, self.module, self.kernel = fusion, module, kernel
@@ -72,21 +66,15 @@ class Fusion:
     Triton, and on a CPU that asks for it. Wherever gradients are computed or the target is compiled as a whole, each
     module runs its own forward.
 
-    Args:
-        modules: The modules, each with its kernel. One whose forward somebody else has replaced is left alone, and all
-            are where no kernel could run: to ask at each call would take 2 % of a forward of DeepSeek-V4 on a CPU.
-
-    Attributes:
-        modules: Those whose forward is replaced.
-        on_cpu: Whether hyper-connections are compiled on a CPU.
-        is_off: Whether no module is fused.
-        paused: The threads in which none is.
+    A module whose forward somebody else has replaced is left alone, and all are where no kernel could run: to ask at
+    each call would take 2 % of a forward of DeepSeek-V4 on a CPU.
     """
 
     def __init__(self, modules: dict[nn.Module, Kernel]) -> None:
-        self._kernels, self.modules = modules, set[nn.Module]()
-        self.on_cpu, self.is_off = False, False
-        self.paused: PerThread[bool] = PerThread()
+        self._kernels, self.modules = modules, set[nn.Module]()  # those whose forward is replaced
+        self.on_cpu = False  # whether hyper-connections are compiled on a CPU
+        self.is_off = False  # whether no module is fused
+        self.paused: PerThread[bool] = PerThread()  # the threads in which none is
         self._checked: set[tuple[Kernel, str]] = set()
         self._compiled: dict[type, Callable[..., tuple[torch.Tensor, ...]]] = {}
         # Of those that are compiled, by what torch.compile tells them apart.
@@ -116,15 +104,8 @@ class Fusion:
         self.modules.clear()
 
     def switch(self, on: bool, dtype: torch.dtype) -> None:
-        """Fuse everywhere, on a CPU, too, or nowhere. A CPU compiles here.
-
-        Args:
-            on: Whether to fuse.
-            dtype: Of the residual streams.
-
-        Raises:
-            ValueError: If there is nothing to fuse, or if torch.compile does not work on this CPU.
-        """
+        """Fuse everywhere, on a CPU, too, or nowhere. A CPU compiles here, for streams of a dtype. Raise a
+        `ValueError` if there is nothing to fuse, or if torch.compile does not work on this CPU."""
         connections: list[Any] = [module for module, kernel in self._kernels.items() if kernel is hyper_connection]
         if on and not connections:
             raise ValueError(
@@ -177,7 +158,9 @@ class Fusion:
         outputs = expected = type(module).forward(module, inputs)
         try:
             outputs = kernel(module, inputs)
-            _check_equal(outputs, expected)
+            for output, own in zip(outputs, expected) if isinstance(expected, tuple) else [(outputs, expected)]:
+                tolerance = 1e-3 if own.dtype == torch.float32 else 0.05  # a few steps of bfloat16
+                torch.testing.assert_close(output, own, rtol=tolerance, atol=tolerance * float(own.abs().max()))
         except Exception as error:
             outputs, self.is_off = expected, True
             warnings.warn(
@@ -225,14 +208,6 @@ def _line_of(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def _check_equal(outputs: Outputs, expected: Outputs) -> None:
-    """Raise an `AssertionError` if a kernel's outputs are not those of the operations."""
-    pairs = zip(outputs, expected) if isinstance(expected, tuple) else [(outputs, expected)]
-    for output, own in pairs:
-        tolerance = 1e-3 if own.dtype == torch.float32 else 0.05  # a few steps of bfloat16
-        torch.testing.assert_close(output, own, rtol=tolerance, atol=tolerance * float(own.abs().max()))
-
-
 # Kernels
 
 
@@ -240,7 +215,6 @@ def hyper_connection(module: HyperConnection, streams: torch.Tensor) -> tuple[to
     """Do a hyper-connection's forward in one kernel after its projection.
 
     Args:
-        module: The hyper-connection.
         streams: `[batch, seq, hc_mult, hidden_size]`.
 
     Returns:
@@ -262,12 +236,8 @@ def hyper_connection(module: HyperConnection, streams: torch.Tensor) -> tuple[to
 
 
 def rms_norm(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
-    """Do a DeepSeek-V4 norm's forward in one kernel; one without a weight rounds as it does there.
-
-    Args:
-        module: The norm.
-        states: `[..., width]`.
-    """
+    """Do a DeepSeek-V4 norm's forward of states `[..., width]` in one kernel; one without a weight rounds as it does
+    there."""
     weight = getattr(module, "weight", None)
     states, normed = states.contiguous(), torch.empty_like(states, memory_format=torch.contiguous_format)
     width = states.shape[-1]

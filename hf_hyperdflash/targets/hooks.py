@@ -46,19 +46,12 @@ class PerThread(dict[int, tuple[T, ...]]):
 
 
 class ResidualCapture:
-    """The residual streams that one thread captures: one tensor per forward, of the layers that it asks for.
-
-    Args:
-        layer_ids: Those layers, in the order of what is captured.
-        max_forwards: How many forwards are kept until somebody pops them; the first ones.
-
-    Attributes:
-        captured: `[batch, seq, streams, config.hidden_size]` of every forward.
-    """
+    """The residual streams that one thread captures: one tensor per forward, of the layers that it asks for, in their
+    order. The first `max_forwards` are kept until somebody pops them."""
 
     def __init__(self, layer_ids: list[int], max_forwards: float = math.inf) -> None:
         self.layer_ids, self.max_forwards = layer_ids, max_forwards
-        self.captured: list[torch.Tensor] = []
+        self.captured: list[torch.Tensor] = []  # [batch, seq, streams, config.hidden_size] of every forward
         self._outputs: dict[int, torch.Tensor] = {}  # of the forward that is running
 
     def add(self, layer: int, residual: torch.Tensor) -> None:
@@ -79,19 +72,10 @@ class ResidualCapture:
 
 class ResidualTap:
     """Hooks on every decoder layer that add its residual streams to a thread's captures, and on the first one for what
-    enters it. They do nothing in threads that have none.
-
-    Args:
-        layers: The target's decoder layers.
-        streams: How many residual streams there are: 1, or `config.hc_mult`.
-
-    Attributes:
-        captures: Of each thread, those that its forwards fill.
-        handles: Of the hooks.
-    """
+    enters it. They do nothing in threads that have none."""
 
     def __init__(self, layers: nn.ModuleList, streams: int) -> None:
-        self.captures: PerThread[ResidualCapture] = PerThread()
+        self.captures: PerThread[ResidualCapture] = PerThread()  # that a thread's forwards fill
         self._last = len(layers) - 1
         self.handles: list[RemovableHandle] = [
             layer.register_forward_hook(partial(_on_output, self.captures, i, streams), with_kwargs=True)
@@ -103,11 +87,7 @@ class ResidualTap:
 
     def new_capture(self, target_layer_ids: Sequence[int], max_forwards: float = math.inf) -> ResidualCapture:
         """Return a capture of these layers, -1 for the last and [`EMBEDDINGS`] for what enters the first. Forwards
-        fill it while it is in `captures`.
-
-        Raises:
-            ValueError: If the target has no such layer.
-        """
+        fill it while it is in `captures`. Raise a `ValueError` if the target has no such layer."""
         if wrong := [i for i in target_layer_ids if i != EMBEDDINGS and not -1 <= i <= self._last]:
             raise ValueError(
                 f"`target_layer_ids` has {wrong[0]}, but the target's layers are 0 to {self._last}, or -1 for the "

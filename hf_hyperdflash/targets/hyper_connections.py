@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from accelerate.utils import align_module_device
@@ -13,17 +13,10 @@ from .fused import Kernel, sinkhorn_connections
 from .target import Target, Trunk
 
 
-class GatedTrunk(Trunk, Protocol):
-    """A trunk that collapses its residual streams with `hc_head`."""
-
-    hc_head: nn.Module
-    norm: nn.Module
-
-
 class HyperConnected(Target):
     """A target whose `hc_head` has one gate per residual stream."""
 
-    trunk: GatedTrunk
+    trunk: Any  # has `hc_head`, which collapses the streams, and `norm`
 
     title = "Hunyuan V4 (Hy4)"
     forked_types = frozenset({"hy_v4", "hy_v4_vl_text"})
@@ -79,16 +72,10 @@ class Glm5Next(HyperConnected):
         }
 
 
-class MixedTrunk(Trunk, Protocol):
-    """A trunk that collapses its residual streams with a mixer."""
-
-    hyper_connection_mixer: nn.Module
-
-
 class Qwen4Exp(Target):
     """A target whose mixer weighs every channel of a stream by itself, and norms."""
 
-    trunk: MixedTrunk
+    trunk: Any  # has `hyper_connection_mixer`, which collapses the streams
 
     title = "Qwen4-Exp (Qwen3.8-Flash-Next)"
     forked_types = frozenset({"qwen4_exp_text"})

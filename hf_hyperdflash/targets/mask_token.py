@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .registry import target_of, tokenizer_at
 from .target import Target
@@ -45,7 +45,7 @@ def find_mask_token(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase 
     seen = target_of(target)
     config = seen.config
     tokenizer = tokenizer or tokenizer_at(seen.model.config._name_or_path, config.vocab_size)
-    found = next(_candidates(seen, tokenizer, _ends(seen.model, config, tokenizer)), None)
+    found = next(_candidates(seen, tokenizer), None)
     if found is None:
         logger.warning(
             "The drafter gets a mask vector of its own: of the %s target's vocabulary of %d tokens, %s. This package "
@@ -61,14 +61,17 @@ def find_mask_token(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase 
     return token
 
 
-def _candidates(
-    target: Target, tokenizer: PreTrainedTokenizerBase | None, ends: set[int]
-) -> Iterator[tuple[int, str]]:
+def _candidates(target: Target, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[tuple[int, str]]:
     """Yield pairs of a token and what it is, the best first."""
-    if tokenizer is not None:
-        if tokenizer.mask_token_id is not None:
-            yield tokenizer.mask_token_id, f"the tokenizer's {tokenizer.mask_token!r}"
     config = target.config
+    # With these texts begin or end, or have what the tokenizer does not know.
+    ends: set[int] = set()
+    for owner in (config, target.model.generation_config, tokenizer):
+        for name in ("bos_token_id", "eos_token_id", "unk_token_id"):
+            value = getattr(owner, name, None)
+            ends |= set(value if isinstance(value, list) else [] if value is None else [value])
+    if tokenizer is not None and tokenizer.mask_token_id is not None:
+        yield tokenizer.mask_token_id, f"the tokenizer's {tokenizer.mask_token!r}"
     if target.mask_token_id is not None:
         yield target.mask_token_id, "the target family's own"
     if tokenizer is not None:
@@ -91,13 +94,3 @@ def _candidates(
         for token in reversed(added):
             if _DOCUMENT_MARKS.search(added[token]) and tokenizer.added_tokens_decoder[token].special:
                 yield token, f"{added[token]!r}, which chats have no use for"
-
-
-def _ends(target: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
-    """Return the tokens with which texts begin or end, and the one for what the tokenizer does not know."""
-    ends: set[int] = set()
-    for owner in (config, target.generation_config, tokenizer):
-        for name in ("bos_token_id", "eos_token_id", "unk_token_id"):
-            value = getattr(owner, name, None)
-            ends |= set(value if isinstance(value, list) else [] if value is None else [value])
-    return ends

@@ -18,7 +18,7 @@ from .deepseek_v4 import FAMILIES as DEEPSEEK_V4
 from .hooks import EMBEDDINGS, ResidualTap
 from .hyper_connections import FAMILIES as HYPER_CONNECTIONS
 from .plain import FAMILIES as PLAIN
-from .target import Target, Trunk
+from .target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,8 @@ FAMILIES: tuple[type[Target], ...] = (*DEEPSEEK_V4, *HYPER_CONNECTIONS, *PLAIN, 
 
 
 def target_of(model: PreTrainedModel | Target) -> Target:
-    """Return a model as drafters and the loop see it. For a bound model that is what `bind` made; a [`Target`] is
-    returned as it is.
-
-    Raises:
-        ValueError: If the model belongs to no known family, or has residual streams of an unknown kind.
-    """
+    """Return a model as drafters and the loop see it; raise a `ValueError` if it belongs to no known family. For a
+    bound model that is what `bind` made; a [`Target`] is returned as it is."""
     if isinstance(model, Target):
         return model
     binding = getattr(model, "__dict__", {}).get("hyperdflash_binding")
@@ -48,12 +44,18 @@ def target_of(model: PreTrainedModel | Target) -> Target:
     check_without_virtual_tokens(model)
     if not isinstance(model, PreTrainedModel):
         given = repr(model) if isinstance(model, (str, type)) else f"a {type(model).__name__}"
-        inside = _inside(model)
+        # PEFT, `torch.compile`, data parallelism and pipelines wrap a model.
+        names = ("_orig_mod", "module", "model")
+        inside = next((name for name in names if isinstance(getattr(model, name, None), PreTrainedModel)), "")
+        if hasattr(model, "get_base_model") and not isinstance(model, type):
+            inside = "get_base_model()"
         fix = f"pass what it wraps, its `{inside}`" if inside else "load it with `hf_hyperdflash.load_target` first"
         raise ValueError(f"The target is {given}, expected a model: {fix}.")
-    trunk = _trunk(model)
+    # The module that runs the decoder layers.
+    modules: tuple[Any, ...] = (model.get_decoder(), model.base_model, model)
+    trunk: Any = next((part for part in modules if isinstance(getattr(part, "layers", None), nn.ModuleList)), None)
     family = next((family for family in FAMILIES if family.fits(model, trunk)), None) if trunk is not None else None
-    if trunk is None or family is None:
+    if family is None:
         name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         known = ", ".join(family.title for family in FAMILIES[:-1])
         raise ValueError(
@@ -65,12 +67,7 @@ def target_of(model: PreTrainedModel | Target) -> Target:
 
 def check_layers(target: Target, layer_ids: Sequence[int] = ()) -> None:
     """Raise a `ValueError` if a drafter cannot read these layers (-1 for the last) because their output is not one
-    state for each token of a prompt, or if nothing can be drafted for the target at all.
-
-    Args:
-        target: The target.
-        layer_ids: The layers that the drafter reads.
-    """
+    state for each token of a prompt, or if nothing can be drafted for the target at all."""
     own, count = target.config, len(target.layers)
     loops = max(getattr(own, name, 1) for name in ("n_recurrent_loops", "loop_num_passes"))
     if loops > 1:
@@ -90,18 +87,9 @@ def check_layers(target: Target, layer_ids: Sequence[int] = ()) -> None:
 
 
 def check_vocabulary(config: PreTrainedConfig, target: Target, fix: str) -> None:
-    """Check that the token ids of a drafter's configuration are the target's. The target may have more: a fine-tuned
-    one, to whose embedding rows were added, is taken to be a copy of the drafter's own unless something tells
-    otherwise, and a line says so.
-
-    Args:
-        config: The drafter's.
-        target: The target.
-        fix: For the message.
-
-    Raises:
-        ValueError: If there are other ids.
-    """
+    """Raise a `ValueError` with a `fix` if the token ids of a drafter's configuration are not the target's. The target
+    may have more: a fine-tuned one, to whose embedding rows were added, is taken to be a copy of the drafter's own
+    unless something tells otherwise, and a line says so."""
     own, targets = config.get_text_config(decoder=True).vocab_size, target.config.vocab_size
     fitting = _fitting.setdefault(target.model, set())
     # Of a target that had as many, the ids are the same whatever was added since.
@@ -184,20 +172,6 @@ def check_without_virtual_tokens(target: object) -> None:
                 "in no text, so that drafts have no place after them: generate without a drafter, or train a LoRA "
                 "adapter and merge it (`merge_and_unload()`)."
             )
-
-
-def _inside(wrapper: object) -> str | None:
-    """Return where a wrapper of PEFT, of `torch.compile`, of data parallelism or of a pipeline has its model."""
-    if hasattr(wrapper, "get_base_model") and not isinstance(wrapper, type):
-        return "get_base_model()"
-    names = ("_orig_mod", "module", "model")
-    return next((name for name in names if isinstance(getattr(wrapper, name, None), PreTrainedModel)), None)
-
-
-def _trunk(target: PreTrainedModel) -> Trunk | None:
-    """Return the module that runs the decoder layers, if there is one."""
-    modules: tuple[Any, ...] = (target.get_decoder(), target.base_model, target)
-    return next((module for module in modules if isinstance(getattr(module, "layers", None), nn.ModuleList)), None)
 
 
 def is_bound(model: object) -> bool:

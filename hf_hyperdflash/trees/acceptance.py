@@ -1,8 +1,9 @@
 """Acceptance rules: which nodes of one sequence's draft tree the target accepts, from the target's scores alone.
 
-[`greedy_walk`] and [`sampled_walk`] walk down from the anchor. They ask for the target's scores after a node only when
+Each yields the accepted drafts from the anchor on, then the target's own token. [`greedy_walk`] and [`sampled_walk`]
+walk down from the anchor. They ask for the target's scores after a node, or after the anchor ([`ANCHOR`]), only when
 that node is accepted, so that logits processors see every accepted prefix once and in order. [`traversal_walk`] reads
-the scores of the whole tree first, and so accepts more of it.
+the scores of the whole tree first, and so accepts more of it. `drafts` are `tree.tokens`, on the host.
 """
 
 from __future__ import annotations
@@ -20,16 +21,7 @@ Step = tuple[int, int | None]
 
 
 def greedy_walk(tree: DraftTree, drafts: Sequence[int], choice_after: Callable[[int], int]) -> Iterator[Step]:
-    """Accept the drafts that the target itself would have chosen.
-
-    Args:
-        tree: The drafts.
-        drafts: `tree.tokens`, on the host.
-        choice_after: Returns the target's token after a node, or after the anchor ([`ANCHOR`]).
-
-    Yields:
-        Accepted drafts from the anchor on, then the target's own token.
-    """
+    """Accept the drafts that the target itself would have chosen."""
     node: int | None = ANCHOR
     while node is not None:
         token = choice_after(node)
@@ -45,21 +37,29 @@ def sampled_walk(
     Siblings that were drawn at random are tried one after the other. Each is accepted with probability min(1, p/q);
     after a rejection, `p` becomes the normalized positive part of `p - q` (Leviathan et al., algorithm 1, with one
     draft; SpecInfer, algorithm 2, with several). If all are rejected, a token is drawn from the last `p`. A sibling
-    that was not drawn at random is accepted if it is that token.
-
-    Args:
-        tree: The drafts.
-        drafts: `tree.tokens`, on the host.
-        distribution_after: Returns the target's distribution `[config.vocab_size]` after a node, or after the anchor
-            ([`ANCHOR`]).
-
-    Yields:
-        As [`greedy_walk`].
+    that was not drawn at random is accepted if it is that token. Distributions are `[config.vocab_size]`.
     """
     node: int | None = ANCHOR
     while node is not None:
         token, node = _sampled_step(tree, drafts, tree.children.get(node, []), distribution_after(node))
         yield token, node
+
+
+def _sampled_step(tree: DraftTree, drafts: Sequence[int], siblings: list[int], p: torch.Tensor) -> Step:
+    fixed: dict[int, int] = {}
+    for node in siblings:
+        q, token = tree.q[node] if tree.q else None, drafts[node]
+        if q is None:
+            fixed.setdefault(token, node)
+            continue
+        ratio = p[token] / q[token]
+        if bool(torch.rand_like(ratio) < ratio):
+            return token, node
+        more = (p - q).clamp(min=0)
+        total = more.sum()
+        p = torch.where(total > 0, more / total, p)  # where the two are equal, rounding can make both sides 0
+    token = int(sample_index(p))
+    return token, fixed.get(token)
 
 
 def traversal_walk(tree: DraftTree, p: torch.Tensor) -> Iterator[Step]:
@@ -71,14 +71,11 @@ def traversal_walk(tree: DraftTree, p: torch.Tensor) -> Iterator[Step]:
     less probable. When a sibling and all nodes below it are rejected, the remaining w and p go to the next sibling,
     and at last to the parent itself. For a chain this is block verification (Sun et al., arXiv 2403.10444, algorithm
     2), for a tree traversal verification (Weng et al., arXiv 2505.12398). A draft that was not drawn at random has a q
-    of 1.
+    of 1. All is decided before the first token is yielded, with one wait for the device.
 
     Args:
         tree: The drafts.
         p: The target's distributions after the anchor and after each node, `[nodes + 1, config.vocab_size]`.
-
-    Yields:
-        As [`greedy_walk`]. All is decided before the first one, with one wait for the device.
     """
     tokens, certain = tree.tokens.to(p.device), torch.ones_like(p[0, :1])
     # Of the anchor and of each node. What remains is not normalized: its sum is beside it.
@@ -97,7 +94,12 @@ def traversal_walk(tree: DraftTree, p: torch.Tensor) -> Iterator[Step]:
         weights[parent + 1] = torch.where(rejected > 0, total / rejected, weight)
         remaining[parent + 1] = torch.where(total > 0, more, before)
         sums[parent + 1] = torch.where(total > 0, total, sums[parent + 1])
-    order = _upwards(tree)
+    # All nodes, each after its descendants and after its earlier siblings; the anchor last.
+    order, waiting = [], [ANCHOR]
+    while waiting:
+        order.append(waiting.pop())
+        waiting += tree.children.get(order[-1], ())
+    order.reverse()
     ends = torch.cat([weights[node + 1] for node in order[:-1]] + [certain])  # of each node, unless an earlier one
     ends = ends.nan_to_num(nan=0.0)  # a draft whose q is no number is rejected, and leaves p as it is
     end = sample_index(ends * torch.cat([certain, (1 - ends[:-1]).cumprod(0)]))
@@ -109,50 +111,14 @@ def traversal_walk(tree: DraftTree, p: torch.Tensor) -> Iterator[Step]:
     yield token, None
 
 
-def _upwards(tree: DraftTree) -> list[int]:
-    """Return all nodes, each after its descendants and after its earlier siblings; the anchor last."""
-    order, waiting = [], [ANCHOR]
-    while waiting:
-        order.append(waiting.pop())
-        waiting += tree.children.get(order[-1], ())
-    return order[::-1]
-
-
-def _sampled_step(tree: DraftTree, drafts: Sequence[int], siblings: list[int], p: torch.Tensor) -> Step:
-    fixed: dict[int, int] = {}
-    for node in siblings:
-        q, token = tree.q[node] if tree.q else None, drafts[node]
-        if q is None:
-            fixed.setdefault(token, node)
-            continue
-        ratio = p[token] / q[token]
-        if bool(torch.rand_like(ratio) < ratio):
-            return token, node
-        p = _after_rejection(p, q)
-    token = int(sample_index(p))
-    return token, fixed.get(token)
-
-
-def _after_rejection(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return the normalized positive part of `p - q`, the target's distribution after a rejection."""
-    more = (p - q).clamp(min=0)
-    total = more.sum()
-    return torch.where(total > 0, more / total, p)  # where the two are equal, rounding can make both sides 0
-
-
 def sample_index(weights: torch.Tensor) -> torch.Tensor:
-    """Sample one index with probability proportional to `weights`, by one uniform number and the running sum.
+    """Sample an index `[..., 1]` with probability proportional to `weights` `[..., values]`, by one uniform number and
+    the running sum. Weights are at least 0, and not all of them 0.
 
     A race of random numbers, one for each value, as in `torch.multinomial`, takes 20 times as long for a vocabulary of
     49,152 tokens on a CPU. Sums are in float64: in float32 the rarest tokens would never be drawn. Running sums of all
     values would be megabytes, which a CPU gets from the system and gives back every time: there they are of stretches
     of values, and then of the values of one. An accelerator waits for launches instead.
-
-    Args:
-        weights: `[..., values]`, at least 0, not all of them 0.
-
-    Returns:
-        `[..., 1]`.
     """
     dtype = torch.float32 if weights.device.type == "mps" else torch.float64  # which MPS does not have
     share = torch.rand(*weights.shape[:-1], 1, dtype=dtype, device=weights.device)
@@ -176,26 +142,15 @@ def _first_beyond(number: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
 
 
 class Siblings(NamedTuple):
-    """Indices that were sampled one after the other, without replacement.
+    """Indices that were sampled one after the other, without replacement."""
 
-    Attributes:
-        indices: `[..., count]`.
-        are_there: Whether a weight was left for each, `[..., count]`.
-        weights: What each was sampled by, a list of `[..., values]`.
-    """
-
-    indices: torch.Tensor
-    are_there: torch.Tensor
-    weights: list[torch.Tensor]
+    indices: torch.Tensor  # [..., count]
+    are_there: torch.Tensor  # [..., count], whether a weight was left for each
+    weights: list[torch.Tensor]  # what each was sampled by, [..., values]
 
 
 def sample_siblings(weights: torch.Tensor, count: int) -> Siblings:
-    """Sample several indices one after the other, each with probability proportional to the weights that are left.
-
-    Args:
-        weights: `[..., values]`, at least 0, not all of them 0.
-        count: How many.
-    """
+    """Sample `count` indices one after the other, as [`sample_index`], each by the weights that are left."""
     indices, before = [], [weights]
     for _ in range(count):
         indices.append(sample_index(before[-1]))

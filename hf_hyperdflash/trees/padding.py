@@ -9,18 +9,10 @@ import torch
 
 
 class Padding:
-    """Fills up on the left what texts have less of than the one with most.
-
-    Args:
-        counts: How many each text has.
-        device: That of the tensors.
-
-    Attributes:
-        width: The most of a text.
-    """
+    """Fills up on the left what texts have less of than the one with most, of which each has `counts`."""
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
-        self.counts, self.device, self.width = counts, device, max(counts)
+        self.counts, self.device, self.width = counts, device, max(counts)  # width: the most of a text
         self._is_even = min(counts) == self.width
 
     def add(self, flat: torch.Tensor, fill: float = 0) -> torch.Tensor:

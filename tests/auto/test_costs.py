@@ -126,5 +126,5 @@ def test_memory_is_bounded():
     costs, draw = tried(), random.Random(3)
     for _ in range(3000):
         run(costs, 1, [draw.choice([None, *range(17)])], noise=0.3, length=draw.randrange(1, 10**6), draw=draw)
-    assert len(costs._model.centers_) <= 64 and len(costs._measured) < 8 and len(costs._tables) < 32
+    assert len(costs._model.centers) <= 64 and len(costs._measured) < 8 and len(costs._tables) < 32
     assert costs._model._sums[:, -2].max() <= 512

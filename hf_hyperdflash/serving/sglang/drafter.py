@@ -40,15 +40,8 @@ class ServedDrafter(DFlashDraftModel):
         HookRegistry.apply_hooks()
 
     def meet(self, target: torch.nn.Module, target_config: Any) -> None:
-        """Set what the drafter needs of its target.
-
-        Args:
-            target: The target.
-            target_config: SGLang's `ModelConfig` of it.
-
-        Raises:
-            ValueError: If SGLang cannot run the drafter with its target as it was started.
-        """
+        """Set what the drafter needs of its target; raise a `ValueError` if SGLang cannot run the two as it was
+        started. `target_config` is SGLang's `ModelConfig`."""
         text, longest = target_config.hf_text_config, target_config.context_len
         check_served_pair(SGLangConfig, self.config, text, self.block_size - 1, longest)
         if {-1, text.num_hidden_layers - 1} & {*self.config.target_layer_ids}:
@@ -94,11 +87,7 @@ class ServedDrafter(DFlashDraftModel):
     # Weights
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load the weights of a drafter's folder, without a confidence head: SGLang verifies every draft.
-
-        Raises:
-            RuntimeError: If a weight is missing.
-        """
+        """Load the weights of a drafter's folder, without a confidence head: SGLang verifies every draft."""
         selected, engine_weights = {}, []
         for name, weight in weights:
             if self.candidate_selector is not None and self.candidate_selector.owns(name):

@@ -14,15 +14,8 @@ States = torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]  # of the trunk,
 
 
 def hand_out_last_layer(target: nn.Module, layers: int) -> None:
-    """Make a target add its last layer's output to the states that it returns, if it omits it.
-
-    Args:
-        target: SGLang's model.
-        layers: Number of layers that the drafter reads, the last one included.
-
-    Raises:
-        ValueError: If it has no norm after its layers where SGLang's models have it.
-    """
+    """Make a target of SGLang add its last layer's output to the states that it returns, if it omits it: the drafter
+    reads that many layers, the last one included."""
     trunk = getattr(target, "model", None)
     norm = getattr(trunk, "norm", None)
     if trunk is None or norm is None:

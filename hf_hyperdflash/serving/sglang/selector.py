@@ -20,17 +20,9 @@ from ..ordered_drafts import ordered_logits
 
 
 class HeadSelector(nn.Module):
-    """Chooses a drafter's drafts.
+    """Chooses a drafter's drafts, with a sequential head or without one."""
 
-    Args:
-        config: The drafter's configuration.
-        head: The class of its sequential head; `None` without one.
-
-    Attributes:
-        top_k: Number of candidates that SGLang allocates.
-    """
-
-    top_k = 1
+    top_k = 1  # number of candidates that SGLang allocates
     draft_ids: torch.Tensor | None
 
     def __init__(self, config: Any, head: type[SequentialHead] | None) -> None:
@@ -44,15 +36,8 @@ class HeadSelector(nn.Module):
         self.rows: torch.Tensor | None = None
 
     def meet(self, target: Any, config: Any) -> None:
-        """Set the target's embeddings and LM head.
-
-        Args:
-            target: SGLang's model.
-            config: The configuration of its text model.
-
-        Raises:
-            ValueError: If this GPU has only a part of them, or logits are not just states times the LM head.
-        """
+        """Set the embeddings and the LM head of SGLang's target; raise a `ValueError` if this GPU has only a part of
+        them, or logits are not just states times the LM head."""
         weight: Any = getattr(getattr(target, "lm_head", None), "weight", None)
         changed = {
             name: value

@@ -38,15 +38,8 @@ def reads_streams(config: PreTrainedConfig) -> bool:
 
 
 def check_one_number_of_drafts(config: PreTrainedConfig, by_batch_size: list[list[int]] | None) -> None:
-    """Check that vLLM always runs the block that a drafter was trained with, however many requests there are.
-
-    Args:
-        config: The drafter's [`VLLMConfig`], or one with its fields.
-        by_batch_size: `num_speculative_tokens_per_batch_size`.
-
-    Raises:
-        ValueError: If not: what it is, what was expected, and what to do.
-    """
+    """Raise a `ValueError` if vLLM would run another block than a drafter was trained with where there are many
+    requests."""
     if by_batch_size and config.causal_layers != "all":
         raise ValueError(
             f"`num_speculative_tokens_per_batch_size` is {by_batch_size}, but the draft positions of the drafter's "

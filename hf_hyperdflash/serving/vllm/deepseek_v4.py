@@ -16,13 +16,9 @@ from .config import reads_streams
 
 
 class DeepseekV4WithStreams(DeepseekV4ForCausalLM):
-    """vLLM's DeepSeek-V4; it differs only with a drafter that [`reads_streams`].
+    """vLLM's DeepSeek-V4; it differs only with a drafter that [`reads_streams`]."""
 
-    Attributes:
-        hands_out_streams: Whether its auxiliary state is the pre-collapse residual.
-    """
-
-    hands_out_streams = False
+    hands_out_streams = False  # whether its auxiliary state is the pre-collapse residual
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

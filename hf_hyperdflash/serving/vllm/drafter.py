@@ -22,22 +22,14 @@ from .plugin import STREAMS_VARIABLE
 
 
 def embedding_scale(target: PreTrainedConfig) -> float:
-    """Return the factor that a target of vLLM applies to embeddings, after the table that it shares with drafters.
-
-    Args:
-        target: The configuration of the target's text model.
-    """
+    """Return the factor that a target of vLLM applies to embeddings, after the table that it shares with drafters."""
     if target.model_type.startswith("gemma"):
         return target.hidden_size**0.5
     return getattr(target, "embedding_multiplier", 1.0)
 
 
 class ServedDrafter(DFlashQwen3ForCausalLM):
-    """vLLM's DFlash drafter, with one of our reducers for its context and our sequential heads for its drafts.
-
-    Raises:
-        ValueError: If vLLM cannot run it with its target as it was started.
-    """
+    """vLLM's DFlash drafter, with one of our reducers for its context and our sequential heads for its drafts."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         speculative, target = vllm_config.speculative_config, vllm_config.model_config
@@ -156,11 +148,7 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
     # Weights
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load the weights of a drafter's folder, without a confidence head: vLLM verifies every draft.
-
-        Raises:
-            RuntimeError: If weights of the reducer or the head are missing or unknown.
-        """
+        """Load the weights of a drafter's folder, without a confidence head: vLLM verifies every draft."""
         # vLLM's loader would use any `up_proj` as a part of its MLP.
         ours: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.own_modules}
         engine_weights = []

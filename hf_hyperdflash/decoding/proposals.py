@@ -67,14 +67,11 @@ def propose(drafter: Drafter, target: Target, requests: Sequence[DraftRequest]) 
     Raises:
         ValueError: If that is not a draft tree for each, as [`check_proposed`] says.
     """
-    if len(requests) < 2:
-        proposed = [drafter.propose(target, *request) for request in requests]
-    else:
-        proposed = drafter.propose_batch(target, requests)
+    proposed = drafter.draft(target, requests) if requests else []
     if not isinstance(proposed, (list, tuple)) or len(proposed) != len(requests):
         given = f"{len(proposed)} of them" if isinstance(proposed, (list, tuple)) else f"a {type(proposed).__name__}"
         raise ValueError(
-            f"`propose_batch` of the drafter, a {type(drafter).__name__}, returned {given}: expected a list of "
+            f"`draft` of the drafter, a {type(drafter).__name__}, returned {given}: expected a list of "
             f"{len(requests)} `DraftTree`s, one for each text that it was asked for."
         )
     for request, tree in zip(requests, proposed):
@@ -86,7 +83,7 @@ def scores_are_finite(drafter: Drafter, target: Target, request: DraftRequest) -
     """Return whether a drafter's scores of the next draft are finite. It is asked for one draft, and none is drawn."""
     asked = _AdmitsNone()
     sampler = DraftSampler(LogitsProcessorList(), do_sample=False, chain_admission=asked)
-    drafter.propose(target, *request._replace(sampler=sampler))
+    drafter.draft(target, [request._replace(sampler=sampler)])
     return asked.are_finite
 
 
@@ -104,7 +101,7 @@ class _AdmitsNone:
 
 
 def check_proposed(drafter: Drafter, tree: Any, vocab_size: int, count: int) -> None:
-    """Check what a drafter's [`~drafters.base.Drafter.propose`] returned, without a wait for the device: ids are read
+    """Check what a drafter's [`~drafters.base.Drafter.draft`] returned, without a wait for the device: ids are read
     where they are on the host.
 
     Raises:
@@ -112,7 +109,7 @@ def check_proposed(drafter: Drafter, tree: Any, vocab_size: int, count: int) -> 
     """
     if wrong := _wrong_with(tree, vocab_size):
         raise ValueError(
-            f"`propose` of the drafter, a {type(drafter).__name__}, returned {wrong}: expected a `DraftTree` of token "
+            f"The drafter, a {type(drafter).__name__}, drafted {wrong}: expected a `DraftTree` of token "
             f"ids from 0 to {vocab_size - 1}, each with the distribution `[{vocab_size}]` that it was drawn from, or "
             "None."
         )

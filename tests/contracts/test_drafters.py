@@ -179,10 +179,10 @@ def test_texts_get_the_same_drafts_together_alone_and_again(kind, tmp_path, monk
         if PENALTY in processors:  # a round that is broken off leaves no trace
             with monkeypatch.context() as broken, suppress(KeyboardInterrupt):
                 broken.setattr(type(PENALTY[0]), "__call__", breaking_off)
-                drafter.propose_batch(seen, joint)
-        trees = drafter.propose_batch(seen, joint)
+                drafter.draft(seen, joint)
+        trees = drafter.draft(seen, joint)
         for row, tree, request in zip(rows, trees, single):
-            for own in (drafter.propose(seen, *request), drafter.propose(seen, *request)):
+            for own in drafter.draft(seen, [request]) + drafter.draft(seen, [request]):
                 assert torch.equal(tree.tokens, own.tokens)
                 assert (tree.parents, tree.passes) == (own.parents, own.passes)
                 assert (tree.confidence is None) == (own.confidence is None)

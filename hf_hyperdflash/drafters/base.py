@@ -178,15 +178,6 @@ class Drafter:
             raise NotImplementedError(f"A {type(self).__name__} has no `draft`.")
         return [propose(target, *each) for each in requests]
 
-    def observed(self, target: PreTrainedModel, do_sample: bool) -> Observer | None:
-        """Return who hears of a sequence that begins; `None` for nobody.
-
-        Args:
-            target: The target.
-            do_sample: Whether its text is drawn at random.
-        """
-        return None if self.observer is None else self.observer.begin(target, do_sample)
-
     # Use with a target
 
     def bind(self, target: PreTrainedModel, as_default: bool = False) -> bool:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, load_drafter
-from hf_hyperdflash.decoding import proposals
+from hf_hyperdflash.decoding.pair import Pair
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.without_weights.prompt_lookup import PromptLookupDrafter
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
@@ -351,9 +351,15 @@ def fine_tuned(original, rows=ALL):
 
 @pytest.fixture
 def drafted(monkeypatch):
-    """What drafters propose, tree by tree."""
-    trees, check = [], proposals.check_proposed
-    monkeypatch.setattr(proposals, "check_proposed", lambda *given: (trees.append(given[1]), check(*given)))
+    """What drafters draft, tree by tree."""
+    trees, draft = [], Pair.draft
+
+    def noted(pair, requests):
+        drafts = draft(pair, requests)
+        trees.extend(drafts)
+        return drafts
+
+    monkeypatch.setattr(Pair, "draft", noted)
     return trees
 
 

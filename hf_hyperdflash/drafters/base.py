@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakKeyDictionary
 
@@ -15,6 +14,7 @@ from ..targets.caches.slot_forward import CompiledForwards
 from ..targets.registry import check_layers, check_vocabulary
 from ..targets.target import Target
 from ..trees.tree import DraftTree
+from ..upper import upper
 from .parts.fixed_context import CompiledContext
 from .sampling import Context, DraftRequest
 
@@ -208,16 +208,12 @@ class Drafter:
         Raises:
             ValueError: If drafter and target do not fit, naming both values.
         """
-        from ..decoding.bind import bind_with  # the one call upwards: everything else here is below decoding
-
-        return bind_with(target, self, as_default)
+        return upper("bind_with")(target, self, as_default)
 
     def unbind(self, target: PreTrainedModel) -> None:
         """Undo [`bind`]. When the last drafter that has bound `target` unbinds it, `target` gets its own class back;
         `hf_hyperdflash.unbind(target)` gives it back at once."""
-        from ..decoding.bind import unbind_from
-
-        unbind_from(target, self)
+        upper("unbind_from")(target, self)
 
     def generate(self, *args: object, **kwargs: object) -> None:
         """Raise an error: a drafter does not generate, but a target that is not bound calls this.
@@ -250,7 +246,7 @@ class Drafter:
         Raises:
             ValueError: If the drafter cannot learn, or there is no such option.
         """
-        return import_module("hf_hyperdflash.training.adaptation.adapt").adapt(self, target, **options)
+        return upper("adapt")(self, target, **options)
 
     _supports_logits_to_keep = generate  # which transformers asks an assistant before that
 

@@ -222,7 +222,9 @@ class BlockDrafter(ReadingDrafter):
             hidden = self._run_blocks(target, requests)
         counts = [each.num_drafts for each in requests]
         states = hidden[:, config.first_slot : config.first_slot + max(counts)]
-        if not self._follows_paths and requests[0].sampler.tree_budget is None:
+        # With either head, what is said of a draft depends on those before it.
+        has_heads = self.head is not None or self.confidence_head is not None
+        if not has_heads and requests[0].sampler.tree_budget is None:
             logits = self.to_full_vocabulary(target, self.logits(target, states))
             return [each.sampler.blind(each.ids, own[None, : each.num_drafts]) for each, own in zip(requests, logits)]
         if not share_passes(requests):
@@ -251,11 +253,6 @@ class BlockDrafter(ReadingDrafter):
         spans = {kind: config.attention_span(kind) for kind in dict.fromkeys(config.kinds)}
         masks = joint.masks(config.kinds, spans, config.block_size, device)
         return self(embeds, positions, joint, masks, *joint.pending())
-
-    @property
-    def _follows_paths(self) -> bool:
-        """Whether what it says of a draft depends on those before it."""
-        return self.head is not None or self.confidence_head is not None
 
     def fixed_contexts(
         self,

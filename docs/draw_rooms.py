@@ -41,16 +41,19 @@ def flowchart(edges: set[tuple[str, str]]) -> list[str]:
 def rooms() -> str:
     there = modules()
     graph = {(a, b) for a, imported in import_graph().items() for b in imported}
-    between = {(room_of(a), room_of(b)) for a, b in graph if "version" not in (a, b)}
+    beside = [name for name in ORDER if name in there]
+    between = {(room_of(a), room_of(b)) for a, b in graph if a not in beside and b not in beside}
     lines = ["# Map of the package", "", "`docs/draw_rooms.py` writes this page from the code; a test compares.", ""]
     lines += ["Who imports whom, room by room:", "", *flowchart({(a, b) for a, b in between if a != b}), ""]
     for room in ORDER:
-        inside = PACKAGE / room / "__init__.py"
-        lines += [f"## {room}", "", first_words(inside), ""] if inside.exists() else ["## Beside the rooms", ""]
-        lines += ["| file | what |", "|---|---|"]
+        if room not in beside:
+            lines += [f"## {room}", "", first_words(PACKAGE / room / "__init__.py"), ""]
+        elif room == beside[0]:
+            lines += ["## Beside the rooms", ""]
+        lines += ["| file | what |", "|---|---|"] if room not in beside[1:] else []
         for path in (path for module, path in there.items() if room_of(module) == room):
             lines.append(f"| `{path.relative_to(PACKAGE).as_posix()}` | {first_words(path)} |")
-        lines.append("")
+        lines += [] if room in beside[:-1] else [""]
     return "\n".join(lines)
 
 

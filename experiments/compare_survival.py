@@ -82,19 +82,20 @@ class Recorder(Observer):
     recent: float = 0.5
 
     def __enter__(self) -> Recorder:
-        propose, self._told = self.drafter.propose, None
+        draft, self._told = self.drafter.draft, None
 
-        def listened(target: Any, context: Any, ids: Any, positions: Any, count: int, sampler: DraftSampler) -> Any:
-            listening = Listening(sampler)
-            tree = propose(target, context, ids, positions, count, listening)
+        def listened(target: Any, requests: Any) -> Any:
+            (request,) = requests
+            listening = Listening(request.sampler)
+            (tree,) = draft(target, [request._replace(sampler=listening)])
             self._told = self._features(tree, listening.heard)
-            return tree
+            return [tree]
 
-        self.drafter.propose, self.drafter.observer = listened, self
+        self.drafter.draft, self.drafter.observer = listened, self
         return self
 
     def __exit__(self, *_: Any) -> None:
-        del self.drafter.propose
+        del self.drafter.draft
         self.drafter.observer = None
 
     def _features(self, tree: Any, heard: list[torch.Tensor]) -> np.ndarray:

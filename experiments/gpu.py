@@ -357,7 +357,7 @@ def rounds_of(
 ) -> dict[str, float]:
     """A text after [`PAST`] tokens, of which `count` rounds are timed, from the third on, or two of them profiled."""
     marks: list[dict[str, float]] = []
-    ids, propose = prompt_of(PAST, settings, target.config.vocab_size), drafter.propose
+    ids, draft = prompt_of(PAST, settings, target.config.vocab_size), drafter.draft
 
     def marked(*args: Any) -> Any:
         if profiler is not None and len(marks) in (2, 4):
@@ -371,14 +371,14 @@ def rounds_of(
                 "nodes": done.nodes, "rounds": done.rounds,
             }
         )  # fmt: skip
-        return propose(*args)
+        return draft(*args)
 
-    drafter.propose = marked
+    drafter.draft = marked
     try:
         new = count + 4 + drafter.max_draft_tokens
         target.generate(ids, assistant_model=drafter, max_new_tokens=new, do_sample=False, **options)
     finally:
-        del drafter.propose
+        del drafter.draft
     first, last = marks[2], marks[min(2 + count, len(marks) - 1)]
     return {name: (last[name] - first[name]) / (last["rounds"] - first["rounds"]) for name in first}
 

@@ -37,7 +37,7 @@ from hf_hyperdflash.auto.policies import ChainPolicy, DraftingStats, FixedPolicy
 from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.trees.tree import DraftTree
@@ -90,9 +90,9 @@ def drafted_everywhere(target: Any, drafter: Any, text: torch.Tensor, prompt_len
         known, told = anchor, Everything()
         count = min(drafter.max_draft_tokens, text.shape[1] - anchor - 2)
         sampler = DraftSampler(LogitsProcessorList(), do_sample=False, chain_admission=told)
-        before = text[:, : anchor + 1], positions[:, : anchor + 1]
-        tree = drafter.propose(target_of(target), context, *before, count, sampler) if count else ()
-        right = [bool(a == b) for a, b in zip(tree.tokens, text[0, anchor + 1 :])] if count else []
+        request = DraftRequest(context, text[:, : anchor + 1], positions[:, : anchor + 1], count, sampler)
+        trees = drafter.draft(target_of(target), [request]) if count else []
+        right = [bool(a == b) for tree in trees for a, b in zip(tree.tokens, text[0, anchor + 1 :])]
         drafted.append(Drafted(told.signals, [*right, False].index(False)))
     return drafted
 

@@ -32,13 +32,22 @@ _MODULE_OF = {
     },
 }
 
+# What drafters call of the rooms above theirs, by [`~upper.upper`].
+_UPPER = {
+    "bind_with": "decoding.bind",
+    "unbind_from": "decoding.bind",
+    "adapt": "training.adaptation.adapt",
+    "push_drafter": "hub.publish",
+}
+
 __all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    module = _MODULE_OF.get(name) or _UPPER.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    return getattr(import_module(f".{module}", __name__), name)
 
 
 def __dir__() -> list[str]:

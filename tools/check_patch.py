@@ -49,7 +49,7 @@ def differing() -> list[str]:
     from transformers.generation.candidate_generator import CandidateGenerator
 
     from hf_hyperdflash import HyperDFlashDrafter, capture_residual
-    from hf_hyperdflash.drafters.sampling import DraftSampler
+    from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
     from hf_hyperdflash.targets.registry import target_of
     from tests.conftest import MIXES, half_right_about, prompt, tiny_drafter, tiny_target
 
@@ -74,7 +74,8 @@ def differing() -> list[str]:
             self.drafter.extend(target_of(self.target), self.context, *new)
             self.end += kept
             sampler = DraftSampler(self.processor, False)
-            tree = self.drafter.propose(target_of(self.target), self.context, input_ids, positions, count, sampler)
+            request = DraftRequest(self.context, input_ids, positions, count, sampler)
+            (tree,) = self.drafter.draft(target_of(self.target), [request])
             return torch.cat([input_ids, tree.tokens[None]], dim=1), None
 
         def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:

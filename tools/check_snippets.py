@@ -12,8 +12,9 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from textwrap import dedent, indent
+from textwrap import dedent
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -126,7 +127,7 @@ def run_pages(folder: Path) -> None:
 
 
 def run_recipe() -> None:
-    """The recipe's drafter, and its excerpt, which is the end of a `propose`: greedy text is the target's."""
+    """The recipe's drafter, and its excerpt, the tree of one request: greedy text is the target's."""
     import torch
 
     from hf_hyperdflash import Drafter
@@ -139,10 +140,16 @@ def run_recipe() -> None:
     exec(written, vars(module))
     target, made = tiny_target(), {}
     given = {"DraftStep": DraftStep, "logits": torch.randn(1, target.config.vocab_size)}
-    body = indent(excerpt, "    ")
-    exec(f"def propose(self, target, context, ids, position_ids, count, sampler):\n{body}", given, made)
+    exec(excerpt, given, made)
     drafters = [vars(module)["LastTokenDrafter"](target)]
-    drafters.append(type("Excerpt", (Drafter,), {"propose": made["propose"], "config": target.config})())
+
+    class Excerpt(Drafter):
+        config = target.config
+
+        def draft(self, target: Any, requests: Any) -> Any:
+            return [made["tree_of"](each) for each in requests]
+
+    drafters.append(Excerpt())
     plain = target.generate(prompt(9), do_sample=False, max_new_tokens=8)
     for drafter in drafters:
         drafter.bind(target)

@@ -41,7 +41,7 @@ from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.drafters.blocks.path import BlockPath
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.hub.loading import check_target, load_tokenizer
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.encoding import encode_prompts
@@ -192,6 +192,7 @@ def timed(target: PreTrainedModel, arguments: argparse.Namespace, **shape: Any) 
     residual = torch.randn(1, length, config.num_streams, config.target_hidden_size, dtype=target.dtype)
     ids, positions = torch.randint(4, config.vocab_size, (1, length + 1)), torch.arange(length + 1)[None]
     context, sampler = plain.new_context(), DraftSampler(LogitsProcessorList(), do_sample=False)
+    request = DraftRequest(context, ids, positions, drafts, sampler)
     plain.extend(target_of(target), context, residual, positions[:, :-1], ids[:, 1:])
     plain.flush_pending(context)
     embeds = torch.randn(1, config.block_size, config.target_hidden_size, dtype=target.dtype)
@@ -219,7 +220,7 @@ def timed(target: PreTrainedModel, arguments: argparse.Namespace, **shape: Any) 
         "verification": lambda: lambda: target(ids[:, : drafts + 1]),
         "block": lambda: lambda: plain(embeds, at, context),
         "LM head": lambda: lambda: plain.logits(target_of(target), embeds[:, :drafts]),
-        "pass": lambda: lambda: plain.propose(target_of(target), context, ids, positions, drafts, sampler),
+        "pass": lambda: partial(plain.draft, target_of(target), [request]),
     }
     for kind, fields in variants():
         candidates = fields.get("head_candidates", -1)

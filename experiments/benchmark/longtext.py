@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 
 from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.drafters.base import Drafter
+from hf_hyperdflash.drafters.sampling import DraftRequest
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.trees.tree import DraftTree
 
@@ -46,11 +47,9 @@ class SameDrafts(Drafter):
         parents = tuple(node - paths if node >= paths else -1 for node in range(nodes))
         self.tree, self.times = DraftTree(torch.arange(2, 2 + nodes, device=target.device), parents), list[float]()
 
-    def propose(
-        self, target: Any, context: Any, ids: torch.Tensor, position_ids: Any, count: int, sampler: Any
-    ) -> DraftTree:
-        self.times.append(clock(ids))
-        return self.tree.first(min(count * self.paths, len(self.tree)))
+    def draft(self, target: Any, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        self.times.append(clock(requests[0].ids))
+        return [self.tree.first(min(each.num_drafts * self.paths, len(self.tree))) for each in requests]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -32,7 +32,7 @@ from ..version import __version__
 from .candidates import DraftCandidateGenerator
 from .continuation import count_forwards, stop_recording
 from .loop import speculative_decoding
-from .proposals import Pairs, checked_pair
+from .pair import CheckedPairs, Pair
 from .request import (
     AUTO,
     GenerateCall,
@@ -82,7 +82,7 @@ class Binding:
 
     Attributes:
         default: The drafter of calls that name none ([`~drafters.base.Drafter.bind`]).
-        pairs: What holds of each drafter that was checked with it.
+        pairs: What holds of it with each drafter that was checked.
         static_length: Of the longest static cache so far: rounds over a shorter one would be compiled again.
     """
 
@@ -93,7 +93,7 @@ class Binding:
         self.target = target
         target.hyperdflash_binding = self
         self.residual = ResidualTap(target.layers, target.streams)
-        self.pairs = Pairs()
+        self.pairs = CheckedPairs()
         self._graphs: dict[str, CompiledGraphs] = {}
         self.fusion = Fusion(target.kernels())
         hooks = [*self.residual.handles, *target.register_hooks(), *count_forwards(target.model)]
@@ -302,9 +302,9 @@ class BoundTarget(_Mixed):
             text, mode = text._replace(arguments={**text.arguments, CACHE: None}), GenerationMode.ASSISTED_GENERATION
             self._prepare_cache_for_generation(config, text.arguments, mode, 1, config.max_length - 1)
         num_drafts = self._prepare_drafting(drafter, config, text.arguments)
-        pair, stats = checked_pair(target, drafter), None
+        pair, stats = Pair.checked(target, drafter), None
         if AUTO in (self._drafts_asked_of(drafter, config), tree_budget_asked(config)):
-            stats = pair.stats.setdefault(bool(config.do_sample), DraftingStats())
+            stats = pair.facts.stats.setdefault(bool(config.do_sample), DraftingStats())
         sequence = Sequence(target, drafter, pair, num_drafts, text, config, streamer, stats, is_one_of_several)
         check_restart(target.config, sequence.tokens.length, config.max_length, sequence.tokens.padding)
         return sequence
@@ -312,7 +312,7 @@ class BoundTarget(_Mixed):
     def _prepare_drafting(self, drafter: Drafter, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
         """Check the pair, make the cache ready, and return how many tokens to draft a round."""
         target, cache = self.hyperdflash_binding.target, model_kwargs[CACHE]
-        checked_pair(target, drafter)
+        Pair.checked(target, drafter)
         asked = self._drafts_asked_of(drafter, config)
         num_drafts = (drafter.max_draft_tokens or _MOST_DRAFTS) if asked == AUTO else cast(int, asked)
         if can_hold_rounds(cache):
@@ -334,8 +334,8 @@ class BoundTarget(_Mixed):
 
 def learned_stats(target: PreTrainedModel, drafter: Drafter) -> DraftingStats | None:
     """Return what "auto" knows of a drafter's greedy rounds with a bound target; `None` before it was used."""
-    pair = getattr(vars(target).get("hyperdflash_binding"), "pairs", {}).get(drafter)
-    return None if pair is None else pair.stats.get(False)
+    facts = getattr(vars(target).get("hyperdflash_binding"), "pairs", {}).get(drafter)
+    return None if facts is None else facts.stats.get(False)
 
 
 def bind(target: PreTrainedModel, fuse: bool | None = None) -> PreTrainedModel:
@@ -427,9 +427,9 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
 
 def bind_with(target: PreTrainedModel, drafter: Drafter, as_default: bool) -> bool:
     """Do what [`~drafters.base.Drafter.bind`] promises."""
-    pair = checked_pair(target_of(target), drafter)  # before anything is changed
+    pair = Pair.checked(target_of(target), drafter)  # before anything is changed
     binding = cast(BoundTarget, bind(target)).hyperdflash_binding
-    binding.pairs[drafter] = pair
+    binding.pairs[drafter] = pair.facts
     binders = _binders.setdefault(target, WeakSet())
     is_new = drafter not in binders
     binders.add(drafter)

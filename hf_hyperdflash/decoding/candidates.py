@@ -13,7 +13,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..drafters.base import Drafter
 from ..drafters.sampling import DraftRequest, DraftSampler
-from .proposals import checked_pair, propose
+from .pair import Pair
 
 
 class DraftCandidateGenerator(CandidateGenerator):
@@ -45,14 +45,12 @@ class DraftCandidateGenerator(CandidateGenerator):
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList | None = None,
     ) -> None:
-        self.drafter, self.num_drafts = drafter, num_drafts
-        self.max_length = generation_config.max_length
+        self.num_drafts, self.max_length = num_drafts, generation_config.max_length
         self.sampler = DraftSampler(logits_processor or LogitsProcessorList(), generation_config.do_sample)
         self.context = drafter.new_context()
         binding = cast(Any, model).hyperdflash_binding
-        self.target = binding.target
-        self._layer_ids = checked_pair(binding.target, drafter).layer_ids
-        self._capture = binding.residual.new_capture(self._layer_ids, max_forwards=1)
+        self.pair = Pair.checked(binding.target, drafter)
+        self._capture = binding.residual.new_capture(self.pair.facts.layer_ids, max_forwards=1)
         weakref.finalize(self, binding.residual.captures.add(self._capture))
 
     def get_candidates(  # type: ignore[override]
@@ -83,15 +81,16 @@ class DraftCandidateGenerator(CandidateGenerator):
             self._capture.captured.clear()
             return input_ids, None
         if not self.context.end:  # the prompt's forward is over
-            weakref.finalize(self, self.target.rounds.add({}))
+            weakref.finalize(self, self.pair.target.rounds.add({}))
         positions = self._positions(input_ids, (model_kwargs or {}).get("attention_mask"))
         self._take_in(input_ids, positions, end)
-        if self.target.rope_switch is not None:
-            count = int(min(count, self.target.rope_switch.most_drafts(1 + int(positions[0, -1]))))
+        switch = self.pair.target.rope_switch
+        if switch is not None:
+            count = int(min(count, switch.most_drafts(1 + int(positions[0, -1]))))
             if count < 1:
                 return input_ids, None
         request = DraftRequest(self.context, input_ids, positions, count, self.sampler)
-        (tree,) = propose(self.drafter, self.target, [request])
+        (tree,) = self.pair.draft([request])
         drafts = tree.tokens[None].to(input_ids.device)
         q = [part for part in tree.q or () if part is not None]
         logits = torch.stack(q).log()[None] if q and len(q) == len(tree) else None
@@ -103,7 +102,7 @@ class DraftCandidateGenerator(CandidateGenerator):
     def _take_in(self, ids: torch.Tensor, positions: torch.Tensor, end: int) -> None:
         """Give the drafter the tokens that the target's last forward was right about, without padding."""
         start, residual = self.context.end, None
-        if self._layer_ids:
+        if self.pair.facts.layer_ids:
             if not self._capture.captured or self._capture.captured[0].shape[1] < end - start:
                 raise ValueError(
                     f"The target has not been run over the tokens {start} to {end} since the last candidates: "
@@ -113,9 +112,7 @@ class DraftCandidateGenerator(CandidateGenerator):
         real = slice(int((positions[0] < 0).sum()) if not start else 0, None)
         positions, following = positions.clamp(min=0)[:, start:end], ids[:, start + 1 : end + 1]
         residual = None if residual is None else residual[:, real]
-        self.drafter.extend(
-            self.target, self.context, cast(torch.Tensor, residual), positions[:, real], following[:, real]
-        )
+        self.pair.extend(self.context, residual, positions[:, real], following[:, real])
         self.context.end = end
 
     @staticmethod

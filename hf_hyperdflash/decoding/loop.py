@@ -28,7 +28,6 @@ from ..targets.target import TargetOutput
 from ..trees.tree import DraftTree
 from .continuation import is_between_writes, leave_context, stop_recording
 from .outputs import generate_output
-from .proposals import propose
 from .request import AUTO, can_hold_rounds, check_cache, static_cache_length
 from .rounds import (
     CausalRound,
@@ -106,7 +105,7 @@ class Batch:
 
     def __init__(self, sequences: list[Sequence]) -> None:
         first = sequences[0]
-        self.sequences, self.target, self.drafter = list(sequences), first.target, first.drafter
+        self.sequences, self.pair, self.target, self.drafter = list(sequences), first.pair, first.target, first.drafter
         self.model: Any = first.target.model
         self.binding, self.cache = first.target.hyperdflash_binding, first.cache
         # What one of them reads, all of them do: an observer may want more layers than the drafter.
@@ -258,12 +257,12 @@ class Batch:
         asked = [(sequence, count) for sequence, count in zip(self.sequences, counts) if count]
         requests = [sequence.request(count, self.policy.sampler(sequence.sampler)) for sequence, count in asked]
         began = self.now()
-        proposed = propose(self.drafter, self.target, requests)
+        drafted = self.pair.draft(requests)
         seconds = (self.now() - began) / max(len(asked), 1)
-        for (sequence, _), tree in zip(asked, proposed):
+        for (sequence, _), tree in zip(asked, drafted):
             sequence.stats.draft_seconds += seconds if len(tree) else 0.0
-        drafted = iter(proposed)
-        trees = [self.policy.cut(next(drafted)) if count else self._no_drafts for count in counts]
+        drafts = iter(drafted)
+        trees = [self.policy.cut(next(drafts)) if count else self._no_drafts for count in counts]
         texts = [sequence.tokens for sequence in self.sequences]
         if self.slots is None:
             return round_over(self.target, self.verification, texts, trees, self._masks)

@@ -28,7 +28,7 @@ from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
 from ..trees.tree import ANCHOR, DraftTree
 from .continuation import context_of, padding_of
 from .outputs import OutputRecorder
-from .proposals import Pair, scores_are_finite
+from .pair import Pair
 from .request import leaves_nothing, tree_budget_asked
 from .rounds import ChainRound, Choices
 from .rows import Row
@@ -82,7 +82,8 @@ class Sequence:
         self.processor, self.stopping = text.processors, Stopping(text.criteria)
         self.sampler = DraftSampler(text.processors, bool(generation_config.do_sample))
         self.tree_budget = tree_budget_asked(generation_config)
-        self.observer = drafter.observed(target.model, self.sampler.do_sample)
+        observer = drafter.observer
+        self.observer = None if observer is None else observer.begin(target.model, self.sampler.do_sample)
         self.leaves_nothing = leaves_nothing(
             target.model, drafter, self.observer, generation_config, [*text.processors, *text.criteria]
         )
@@ -147,12 +148,10 @@ class Sequence:
             positions, following = positions[:, real], following[:, real]
             residual = None if residual is None else residual[:, real.to(residual.device)]
         if following.shape[1]:
-            if residual is not None:
-                if self.observer is not None:
-                    self.observer.add_tokens(residual, positions, following, start >= tokens.prompt_length)
-                residual = residual[:, :, : len(self.pair.layer_ids) * self.target.streams]  # its own
+            if residual is not None and self.observer is not None:
+                self.observer.add_tokens(residual, positions, following, start >= tokens.prompt_length)
             began = self.now()
-            self.drafter.extend(self.target, self.context, cast(torch.Tensor, residual), positions, following)
+            self.pair.extend(self.context, residual, positions, following)
             self.stats.draft_seconds += self.now() - began
         self.context.end = end
 
@@ -175,7 +174,7 @@ class Sequence:
     def layer_ids(self) -> Many[int]:
         """Layers whose residual streams are read: the drafter's, then those that its observer wants beside them."""
         wanted = None if self.observer is None else self.observer.target_layer_ids
-        return self.pair.layer_ids if wanted is None else wanted
+        return self.pair.facts.layer_ids if wanted is None else wanted
 
     # Accept
 
@@ -263,7 +262,7 @@ class Sequence:
         last = self.stats.accepted[-_FRUITLESS:]
         if torch.float16 not in dtypes or None in dtypes or not last or any(last) or drafter in _told:
             return
-        if not scores_are_finite(drafter, self.target, self.request(1, self.sampler)):
+        if not self.pair.scores_are_finite(self.request(1, self.sampler)):
             _told.add(drafter)
             logger.warning(
                 "The drafter's scores are not finite, so no draft is accepted: it is in %s and its target in %s, and "

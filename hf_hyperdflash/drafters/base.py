@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakKeyDictionary
 
@@ -15,8 +14,9 @@ from ..targets.caches.slot_forward import CompiledForwards
 from ..targets.registry import check_layers, check_vocabulary
 from ..targets.target import Target
 from ..trees.tree import DraftTree
+from ..upper import upper
 from .parts.fixed_context import CompiledContext
-from .sampling import Context, DraftRequest, DraftSampler
+from .sampling import Context, DraftRequest
 
 if TYPE_CHECKING:
     from ..decoding.stats import SpeculationStats
@@ -84,7 +84,7 @@ class Observer:
 class Drafter:
     """Drafts for a target: `drafter.bind(target)` once, then `target.generate(**inputs, assistant_model=drafter)`.
 
-    A drafter is a subclass with [`propose`] and, if it reads the target, `target_layer_ids` and [`extend`]. Several
+    A drafter is a subclass with [`draft`] and, if it reads the target, `target_layer_ids` and [`extend`]. Several
     threads may draft with one: everything that belongs to a sequence is in its context, from [`new_context`].
 
     Attributes:
@@ -153,7 +153,7 @@ class Drafter:
     ) -> None:
         """Add accepted tokens to a context; it is called for every drafter, also for one that reads no layer.
 
-        The first token of a text follows no other, so that only `ids` of [`propose`] have it.
+        The first token of a text follows no other, so that only [`~drafters.sampling.DraftRequest.ids`] have it.
 
         Args:
             target: The target, for its embedding.
@@ -163,41 +163,20 @@ class Drafter:
             next_ids: The token that follows each, `[1, new]`.
         """
 
-    def propose(
-        self,
-        target: Target,
-        context: Any,
-        ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        count: int,
-        sampler: DraftSampler,
-    ) -> DraftTree:
-        """Draft up to `count` tokens after the anchor, or a tree of that depth; the context stays as it was.
+    def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Return a draft tree for each text, at most as deep as it asks for; the contexts stay as they were.
+
+        A drafter that was written for one text at a time may have `propose(target, context, ids, position_ids,
+        num_drafts, sampler)` instead: it is asked for one after the other.
 
         Args:
             target: The target, for its embedding and LM head.
-            context: The sequence's, with all of `ids` but the anchor.
-            ids: `[1, seq]`, the accepted tokens, the anchor last. They have padding on the left where the target got
-                it: not with DeepSeek-V4, and not in a batch.
-            position_ids: `[1, seq]`, their true positions.
-            count: The most drafts, one after the other.
-            sampler: Draws tokens as the request asks for, a chain of them or a tree.
+            requests: One for each text, of which none asks for nothing.
         """
-        raise NotImplementedError(f"A {type(self).__name__} has no `propose`.")
-
-    def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Draft as [`propose`] does, for several sequences that share their rounds: one after the other, where a
-        drafter knows no way to draft them in one pass."""
-        return [self.propose(target, *each) for each in requests]
-
-    def observed(self, target: PreTrainedModel, do_sample: bool) -> Observer | None:
-        """Return who hears of a sequence that begins; `None` for nobody.
-
-        Args:
-            target: The target.
-            do_sample: Whether its text is drawn at random.
-        """
-        return None if self.observer is None else self.observer.begin(target, do_sample)
+        propose = getattr(self, "propose", None)
+        if propose is None:
+            raise NotImplementedError(f"A {type(self).__name__} has no `draft`.")
+        return [propose(target, *each) for each in requests]
 
     # Use with a target
 
@@ -229,16 +208,12 @@ class Drafter:
         Raises:
             ValueError: If drafter and target do not fit, naming both values.
         """
-        from ..decoding.bind import bind_with  # the one call upwards: everything else here is below decoding
-
-        return bind_with(target, self, as_default)
+        return upper("bind_with")(target, self, as_default)
 
     def unbind(self, target: PreTrainedModel) -> None:
         """Undo [`bind`]. When the last drafter that has bound `target` unbinds it, `target` gets its own class back;
         `hf_hyperdflash.unbind(target)` gives it back at once."""
-        from ..decoding.bind import unbind_from
-
-        unbind_from(target, self)
+        upper("unbind_from")(target, self)
 
     def generate(self, *args: object, **kwargs: object) -> None:
         """Raise an error: a drafter does not generate, but a target that is not bound calls this.
@@ -271,7 +246,7 @@ class Drafter:
         Raises:
             ValueError: If the drafter cannot learn, or there is no such option.
         """
-        return import_module("hf_hyperdflash.training.adaptation.adapt").adapt(self, target, **options)
+        return upper("adapt")(self, target, **options)
 
     _supports_logits_to_keep = generate  # which transformers asks an assistant before that
 

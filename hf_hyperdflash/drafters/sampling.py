@@ -247,7 +247,16 @@ class Context(Protocol):
 
 
 class DraftRequest(NamedTuple):
-    """What a drafter's [`~drafters.base.Drafter.propose`] is called with for one sequence, beside the target."""
+    """What a drafter's [`~drafters.base.Drafter.draft`] is asked for after one text.
+
+    Attributes:
+        context: The text's, with all of `ids` but the anchor.
+        ids: `[1, seq]`, the accepted tokens, the anchor last. They have padding on the left where the target got it:
+            not with DeepSeek-V4, and not in a batch.
+        position_ids: `[1, seq]`, their true positions.
+        num_drafts: The most drafts, one after the other.
+        sampler: Draws tokens as the caller asked for, a chain of them or a tree.
+    """
 
     context: Any
     ids: torch.Tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from ..upper import upper
 from ..version import __version__
 from .base import Drafter
 from .configuration import WithCode
@@ -150,7 +150,7 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
         Raises:
             OSError: If the Hub cannot be reached.
         """
-        return import_module("hf_hyperdflash.hub.publish").push_drafter(self, repo_id, **options)
+        return upper("push_drafter")(self, repo_id, **options)
 
 
 def about_code(version: str) -> str:

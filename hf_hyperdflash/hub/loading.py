@@ -30,7 +30,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..decoding.proposals import checked_pair
+from ..decoding.pair import Pair
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import (
     HubOptions,
@@ -232,7 +232,7 @@ def load_drafter(
                 found.name, dtype=dtype or "auto", device_map={"": device or "cpu"}, **found.hub_kwargs
             )
     if target is not None:
-        checked_pair(target_of(target), drafter)
+        Pair.checked(target_of(target), drafter)
     return cast(SavedDrafter, drafter.to(device or "cpu"))
 
 

@@ -181,7 +181,7 @@ def is_bound(model: object) -> bool:
 
 def is_drafter(model: object) -> bool:
     """Return whether `model` has the methods of a [`~drafters.base.Drafter`], as wrapped ones have, too."""
-    return all(callable(getattr(model, name, None)) for name in ("check_target", "extend", "propose"))
+    return all(callable(getattr(model, name, None)) for name in ("check_target", "extend", "draft", "bind"))
 
 
 @contextmanager

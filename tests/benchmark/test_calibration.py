@@ -64,16 +64,17 @@ def deepseeks_own(target, text):
 def told_by_the_text(target, drafter, ids, **options):
     """Each draft's logit, and whether the text goes on as drafted up to it; no token is drawn in the place of a draft
     that it is equal to."""
-    proposed, own = [], drafter.propose
+    proposed, own = [], drafter.draft
 
-    def listening(target, context, ids, *rest):
-        tree = own(target, context, ids, *rest)
-        proposed.append((ids.shape[1], tree.tokens.tolist(), tree.confidence.double().logit().tolist()))
-        return tree
+    def listening(target, requests):
+        (tree,) = own(target, requests)
+        length = requests[0].ids.shape[1]
+        proposed.append((length, tree.tokens.tolist(), tree.confidence.double().logit().tolist()))
+        return [tree]
 
-    drafter.propose = listening
+    drafter.draft = listening
     text = target.generate(ids, assistant_model=drafter, **{"do_sample": False, **options})[0].tolist()
-    del drafter.propose
+    del drafter.draft
     rows = []
     for length, tokens, logits in proposed:
         accepted = []

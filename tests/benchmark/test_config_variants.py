@@ -13,7 +13,7 @@ from hf_hyperdflash.benchmark.doctor.config_variants import (
     draft_every_round,
     leads_over_first,
 )
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.losses.objective import compute_residual
 
@@ -79,9 +79,8 @@ def test_likelihood_is_that_of_drafting_one_round_at_a_time(fields):
             target_of(target), context, residual[:, :anchor], positions[:, :anchor], text[:, 1 : anchor + 1]
         )
         with torch.no_grad():
-            tree = drafter.propose(
-                target_of(target), context, text[:, : anchor + 1], positions[:, : anchor + 1], 6, sampler
-            )
+            request = DraftRequest(context, text[:, : anchor + 1], positions[:, : anchor + 1], 6, sampler)
+            (tree,) = drafter.draft(target_of(target), [request])
         both = drafter.config.block_size - 1  # positions that both anchor conventions draft
         likely = [tree.q[k].log()[text[0, anchor + 1 + k]] for k in range(min(both, 23 - anchor))]
         assert got == pytest.approx(torch.stack(likely).clamp(min=-np.log(64)).mean().item(), abs=1e-4)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter, capture_residual, load_drafter
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.acceptance import sample_index
@@ -119,7 +119,7 @@ def our_round(drafter: Any, target: PreTrainedModel, ids: Tensor, count: int, dr
     drafter.extend(target_of(target), context, captured[0], positions[:, :-1], ids[:, 1:])
     sampler = DraftSampler(LogitsProcessorList(), draws is not None)
     with patch("hf_hyperdflash.drafters.sampling.sample_index", draws or sample_index):
-        tree = drafter.propose(target_of(target), context, ids, positions, count, sampler)
+        (tree,) = drafter.draft(target_of(target), [DraftRequest(context, ids, positions, count, sampler)])
     q = None if draws is None else torch.stack(tree.q)
     return Round(ids, tree.tokens.tolist(), draws.used if draws else [], q, tree.confidence)
 

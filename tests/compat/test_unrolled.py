@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, Qwe
 
 from hf_hyperdflash import load_drafter
 from hf_hyperdflash.drafters.parts.rank_head import rank_features
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.unrolled.unrolling import Unrolling
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.targets.target import Target
@@ -135,7 +135,7 @@ def test_eagle3_grows_the_tree_of_safeailab(tmp_path, monkeypatch):
     target = target_with(model.embed_tokens)
     *_, (_, context) = contexts(drafter, target, features, tokens[:, 1:])
     sampler = DraftSampler(LogitsProcessorList(), False, 13)
-    tree = drafter.propose(target, context, tokens, torch.arange(LENGTH + 1)[None], 4, sampler)
+    (tree,) = drafter.draft(target, [DraftRequest(context, tokens, torch.arange(LENGTH + 1)[None], 4, sampler)])
     found = {tuple(tree.tokens[tree.path(node)].tolist()) for node in range(len(tree))}
     assert len(theirs) == 13 and found == theirs
 

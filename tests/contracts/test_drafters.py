@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, load_drafter
-from hf_hyperdflash.decoding import proposals
+from hf_hyperdflash.decoding.pair import Pair
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.without_weights.prompt_lookup import PromptLookupDrafter
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
@@ -179,10 +179,10 @@ def test_texts_get_the_same_drafts_together_alone_and_again(kind, tmp_path, monk
         if PENALTY in processors:  # a round that is broken off leaves no trace
             with monkeypatch.context() as broken, suppress(KeyboardInterrupt):
                 broken.setattr(type(PENALTY[0]), "__call__", breaking_off)
-                drafter.propose_batch(seen, joint)
-        trees = drafter.propose_batch(seen, joint)
+                drafter.draft(seen, joint)
+        trees = drafter.draft(seen, joint)
         for row, tree, request in zip(rows, trees, single):
-            for own in (drafter.propose(seen, *request), drafter.propose(seen, *request)):
+            for own in drafter.draft(seen, [request]) + drafter.draft(seen, [request]):
                 assert torch.equal(tree.tokens, own.tokens)
                 assert (tree.parents, tree.passes) == (own.parents, own.passes)
                 assert (tree.confidence is None) == (own.confidence is None)
@@ -351,9 +351,15 @@ def fine_tuned(original, rows=ALL):
 
 @pytest.fixture
 def drafted(monkeypatch):
-    """What drafters propose, tree by tree."""
-    trees, check = [], proposals.check_proposed
-    monkeypatch.setattr(proposals, "check_proposed", lambda *given: (trees.append(given[1]), check(*given)))
+    """What drafters draft, tree by tree."""
+    trees, draft = [], Pair.draft
+
+    def noted(pair, requests):
+        drafts = draft(pair, requests)
+        trees.extend(drafts)
+        return drafts
+
+    monkeypatch.setattr(Pair, "draft", noted)
     return trees
 
 

@@ -62,8 +62,8 @@ def target(request):
 
 
 class Silent(PromptLookupDrafter):
-    def propose(self, target, context, ids, position_ids, count, sampler):
-        return DraftTree.chain(ids.new_empty(0))
+    def draft(self, target, requests):
+        return [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
 
 
 @pytest.mark.parametrize(("length", "chunk"), mostly_nightly([(23, 5), (23, None), (1, None)]))

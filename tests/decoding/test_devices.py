@@ -229,13 +229,13 @@ def waits_of_a_round(accepted: int, do_sample: bool, **fields) -> Counter[str]:
     with SimulatedDevices() as devices:
         target.to("cuda:0")
         drafter.to("cuda:1")
-        propose = drafter.propose
+        draft = drafter.draft
 
         def beginning_a_round(*args):
             seen.append(devices.waits.copy())
-            return propose(*args)
+            return draft(*args)
 
-        drafter.propose = beginning_a_round
+        drafter.draft = beginning_a_round
         target.generate(prompt(12).to("cuda:0"), assistant_model=drafter, **options)
     assert drafter.last_stats.accepted[0] == accepted
     waits = seen[1] - seen[0]

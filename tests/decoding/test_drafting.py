@@ -19,7 +19,7 @@ from transformers import (
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind, capture_residual, unbind
 from hf_hyperdflash.decoding.request import MOST_NODES
 from hf_hyperdflash.drafters.parts.heads import HEADS
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.tree import DraftTree
@@ -52,9 +52,10 @@ class Echo(PromptLookupDrafter):
         super().__init__(target, count)
         self.sequence, self.asked = sequence, []
 
-    def propose(self, target, context, ids, position_ids, count, sampler):
-        self.asked.append(count)
-        return DraftTree.chain(self.sequence[ids.shape[1] : ids.shape[1] + count])
+    def draft(self, target, requests):
+        self.asked += [each.num_drafts for each in requests]
+        starts = [each.ids.shape[1] for each in requests]
+        return [DraftTree.chain(self.sequence[at : at + each.num_drafts]) for at, each in zip(starts, requests)]
 
 
 # How much
@@ -193,7 +194,7 @@ def test_what_follows_a_path_does_not_depend_on_the_paths_beside_it(kind):
     def after(levels):
         context, sampler = drafter.new_context(), Asking(levels)
         drafter.extend(target_of(target), context, captured[0], positions[:, :-1], ids[:, 1:])
-        drafter.propose(target_of(target), context, ids, positions, 4, sampler)
+        drafter.draft(target_of(target), [DraftRequest(context, ids, positions, 4, sampler)])
         return sampler.logits
 
     beside = after([([3, 9, 4], [0, 0, 0]), ([5, 6, 7, 8], [2, 0, 0, 1]), ([30, 31], [3, 1])])

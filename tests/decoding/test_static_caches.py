@@ -162,14 +162,13 @@ class Pair:
         self.target, self.own = target_and_own(family)
         self.drafter, self.drafted, self.end = trained_kinds(self.target)[kind], [], None
         self.graphs = 0
-        self.drafter.propose = partial(self.drafts, self.drafter.propose)
-        self.drafter.propose_batch = partial(self.drafts, self.drafter.propose_batch)
+        self.drafter.draft = partial(self.drafts, self.drafter.draft)
 
     def drafts(self, call, *given):
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         trees = call(*given)
         self.graphs += torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-        self.note(trees if isinstance(trees, list) else [trees])
+        self.note(trees)
         return trees
 
     def note(self, trees):

@@ -21,7 +21,7 @@ from transformers import (
 from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, capture_residual
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.blocks import block_mask, previous_tokens
 
@@ -95,7 +95,8 @@ class Pair:
         """A tree after the sequence's first `stop + 1` tokens."""
         _, positions, ids = (part[:, : stop + 1] for part in sequence)
         sampler = DraftSampler(processors or LogitsProcessorList(), processors is not None)
-        return self.drafter.propose(target_of(self.target), context, ids, positions, count or self.kind.most, sampler)
+        request = DraftRequest(context, ids, positions, count or self.kind.most, sampler)
+        return self.drafter.draft(target_of(self.target), [request])[0]
 
     def from_scratch(self, sequence, stop, **options):
         context = self.drafter.new_context()

@@ -10,7 +10,7 @@ from hf_hyperdflash import Eagle3Drafter, HyperDFlashDrafter, SpecBlockDrafter, 
 from hf_hyperdflash.benchmark.doctor.diagnosis import Examination
 from hf_hyperdflash.benchmark.doctor.fit import check_mask_token
 from hf_hyperdflash.drafters.parts.heads import HEADS
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
 from hf_hyperdflash.training.losses.objective import collate, make_objective
@@ -67,7 +67,8 @@ def test_the_mask_token_is_never_drafted(tied, fields, budget, do_sample):
         with torch.no_grad():
             alone = tied.lm_head(drafter._end(tied.model.embed_tokens(torch.tensor([mask]))))
         assert alone.argmax() == mask
-        tree = drafter.propose(target_of(tied), context, ids, torch.arange(9)[None], 6, sampler)
+        request = DraftRequest(context, ids, torch.arange(9)[None], 6, sampler)
+        (tree,) = drafter.draft(target_of(tied), [request])
         assert len(tree) and mask not in tree.tokens.tolist()
         assert tree.q is None or max(float(q[mask]) for q in tree.q) == 0
 

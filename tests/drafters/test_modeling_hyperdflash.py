@@ -18,7 +18,7 @@ from hf_hyperdflash import Eagle3Drafter, HyperDFlashConfig, HyperDFlashDrafter,
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.parts.layers import block_inputs
 from hf_hyperdflash.drafters.parts.reducers import stream_gates
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.blocks import block_mask, block_masks, previous_tokens
 
@@ -225,7 +225,7 @@ def test_blocks_are_the_oracles_in_training_and_in_generation(target, window, fi
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
         sampler = DraftSampler(LogitsProcessorList(), do_sample=True)
         ahead = everywhere[None, : anchor + 1]
-        tree = drafter.propose(seen, context, ids[:, : anchor + 1], ahead, 6, sampler)
+        (tree,) = drafter.draft(seen, [DraftRequest(context, ids[:, : anchor + 1], ahead, 6, sampler)])
         logits = seen.logits(expected[1:]).index_fill(1, torch.tensor([1]), -torch.inf)  # what masks is never drafted
         torch.testing.assert_close(torch.stack(tree.q), logits.softmax(-1), atol=1e-6, rtol=1e-4)
 

@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList
 
 from hf_hyperdflash import Eagle3Drafter, capture_residual
 from hf_hyperdflash.drafters import reading as reading_drafter
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.tree import ANCHOR
 
@@ -36,7 +36,8 @@ def test_a_draft_of_a_block_is_drawn_from_what_its_slot_says(length, budget):
     for part in (slice(0, 1), slice(1, length - 1)):
         following = ids[:, part.start + 1 : part.stop + 1]
         drafter.extend(seen, context, captured[0][:, part], positions[:, part], following)
-    tree = drafter.propose(seen, context, ids, positions, 8, DraftSampler(LogitsProcessorList(), True, budget))
+    request = DraftRequest(context, ids, positions, 8, DraftSampler(LogitsProcessorList(), True, budget))
+    (tree,) = drafter.draft(seen, [request])
     tensors, shape = specblock_oracle(drafter, target)
     known = oracle_specblock.blocks(tensors, shape, drafter.condition(captured[0])[0], seen.embed(ids[:, 1:])[0])
     places = {ANCHOR: (known[-1], 0, [])}  # of a node's children: block, slot, and the blocks and slots before
@@ -56,7 +57,7 @@ def test_a_draft_of_a_block_is_drawn_from_what_its_slot_says(length, budget):
     admissions = {3: Asked(most=3), 4: Asked(refused=4), 5: Asked(most=5), 6: Asked(refused=6)}
     for count, admission in admissions.items() if budget is None else ():
         sampler = DraftSampler(LogitsProcessorList(), True, chain_admission=admission)
-        part = drafter.propose(seen, context, ids, positions, 8, sampler)
+        (part,) = drafter.draft(seen, [request._replace(sampler=sampler)])
         assert part.passes == tree.passes[:count] and len(admission.signals) == min(count + 1, admission.most)
 
 

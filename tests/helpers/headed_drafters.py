@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.drafters.parts.layers import block_inputs
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.tree import DraftTree
 
@@ -69,5 +69,5 @@ def proposed(
     context, first = drafter.new_context(), 0 if config.sample_from_anchor else 1
     drafter.extend(seen, context, residual, positions[:, :-1], ids[:, 1:])
     sampler = DraftSampler(LogitsProcessorList(processors), do_sample, budget)
-    tree = drafter.propose(seen, context, ids, positions, count, sampler)
+    (tree,) = drafter.draft(seen, [DraftRequest(context, ids, positions, count, sampler)])
     return tree, hidden[0, first : first + count]

@@ -16,8 +16,8 @@ def in_transformers_loop(target, drafter, ids, **options):
 
 def proposed_by(drafter, target, ids, **options):
     """The text, and what was drafted for it round by round."""
-    proposed, propose = [], type(drafter).propose
-    drafter.propose = lambda *args: proposed.append(propose(drafter, *args)) or proposed[-1]
+    proposed, draft = [], type(drafter).draft
+    drafter.draft = lambda *args: proposed.append(draft(drafter, *args)) or proposed[-1]
     out = target.generate(ids, assistant_model=drafter, **options)
-    del drafter.propose
-    return out, [tree.tokens.tolist() for tree in proposed if len(tree)]
+    del drafter.draft
+    return out, [tree.tokens.tolist() for (tree,) in proposed if len(tree)]

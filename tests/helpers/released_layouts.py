@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LogitsProcessorList
 
 from hf_hyperdflash import capture_residual
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.unrolled.drafter import UnrolledDrafter
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.growth import DraftStep
@@ -38,7 +38,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class Round(NamedTuple):
-    """One call of `propose`: the text, the generator's state before, and what was drafted."""
+    """One call of `draft`: the text, the generator's state before, and what was drafted."""
 
     ids: torch.Tensor
     state: torch.Tensor
@@ -48,17 +48,17 @@ class Round(NamedTuple):
 def rounds(drafter: Any, target: Any, temperature: float) -> list[Round]:
     """Those of a text, of which greedily there is but one: the target's."""
     seen: list[Round] = []
-    propose, ids = type(drafter).propose, prompt(12)
+    draft, ids = type(drafter).draft, prompt(12)
 
-    def telling(self, target, context, ids, *rest):
+    def telling(self, target, requests):
         state = torch.get_rng_state()
-        tree = propose(self, target, context, ids, *rest)
-        seen.append(Round(ids.clone(), state, tree))
-        return tree
+        (tree,) = draft(self, target, requests)
+        seen.append(Round(requests[0].ids.clone(), state, tree))
+        return [tree]
 
     sampling = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(drafter), "propose", telling)
+        patch.setattr(type(drafter), "draft", telling)
         drafter.bind(target)
         text = target.generate(ids, max_new_tokens=12, assistant_model=drafter, **sampling)
         drafter.unbind(target)
@@ -250,7 +250,7 @@ def drafted(drafter: Any, target: Any, ids: torch.Tensor, tokens: list[int], par
         drafter.flush_pending(target_of(target), [context])
     held = len(context)
     sampler = Followed(tokens)
-    drafter.propose(target_of(target), context, ids, positions, len(tokens) + 1, sampler)
+    drafter.draft(target_of(target), [DraftRequest(context, ids, positions, len(tokens) + 1, sampler)])
     assert len(context) == held  # as it was
     return torch.stack(sampler.seen)
 

@@ -49,19 +49,19 @@ def llama() -> Any:
 def our_drafts(target: Any, drafter: Any, ids: torch.Tensor, count: int) -> tuple[list[int], list[list[int]]]:
     """The text of `generate`, and what was drafted round by round."""
     rows: list[list[int]] = []
-    own = drafter.propose
+    own = drafter.draft
 
-    def propose(*args: Any) -> Any:
-        tree = own(*args)
+    def draft(*args: Any) -> Any:
+        (tree,) = own(*args)
         rows.append(tree.tokens.tolist())
-        return tree
+        return [tree]
 
-    drafter.propose = propose
+    drafter.draft = draft
     drafter.bind(target)
     given = {"attention_mask": torch.ones_like(ids), "assistant_model": drafter, "do_sample": False}
     text = target.generate(ids, max_new_tokens=count, **given)[0, ids.shape[1] :].tolist()
     drafter.unbind(target)
-    del drafter.propose
+    del drafter.draft
     return text, rows
 
 

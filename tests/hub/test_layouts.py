@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from hf_hyperdflash import HyperDFlashDrafter, capture_residual, load_drafter
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.hub.formats import changed_fields, export_dflash
 from hf_hyperdflash.hub.found import check_drafter
 from hf_hyperdflash.hub.layouts.lines import ROPE, STREAMS, WINDOWS, layers_read, shape
@@ -175,7 +175,7 @@ def test_eagle3s_dynamic_tree(tmp_path, deeper, monkeypatch):
             tensors, shape, known, lambda token: table(torch.tensor(token)), VOCABULARY, 3, 3, budget
         )
         sampler = DraftSampler(LogitsProcessorList(), False, budget)
-        tree = drafter.propose(target_of(target), context, ids, positions, 3, sampler)
+        (tree,) = drafter.draft(target_of(target), [DraftRequest(context, ids, positions, 3, sampler)])
         assert {tuple(tree.tokens[tree.path(node)].tolist()) for node in range(len(tree))} == expected, budget
 
 
@@ -199,7 +199,7 @@ def test_drafts_are_those_of_transformers_own_dflash_path(target, monkeypatch):
     }
     assistant.load_state_dict(weights)
     theirs, ours = [], []
-    get_candidates, propose = DFlashTokenCandidateGenerator.get_candidates, type(drafter).propose
+    get_candidates, draft = DFlashTokenCandidateGenerator.get_candidates, type(drafter).draft
 
     def listening(self, input_ids, *args, **kwargs):
         candidates = get_candidates(self, input_ids, *args, **kwargs)
@@ -208,12 +208,12 @@ def test_drafts_are_those_of_transformers_own_dflash_path(target, monkeypatch):
         return candidates
 
     def telling(self, *args):
-        tree = propose(self, *args)
+        (tree,) = draft(self, *args)
         ours.append(tree.tokens.tolist())
-        return tree
+        return [tree]
 
     monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", listening)
-    monkeypatch.setattr(type(drafter), "propose", telling)
+    monkeypatch.setattr(type(drafter), "draft", telling)
     ids = prompt(13)
     options = dict(do_sample=False, max_new_tokens=24)
     expected = target.generate(ids, assistant_model=assistant, speculation_type="dflash", **options)

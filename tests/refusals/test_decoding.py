@@ -168,7 +168,7 @@ class Returns(Drafter):
 
 
 class ReturnsForAll(Returns):
-    def propose_batch(self, *_):
+    def draft(self, *_):
         return self.proposed() if callable(self.proposed) else self.proposed
 
 
@@ -220,8 +220,8 @@ def tree_of(**wrong):
 DRAFTED = {
     **{f"{name}, {way}": Refusal(proposing(Returns, proposed, way), ("a Returns", word, "`DraftTree`", "0 to 63"))
        for name, (proposed, word) in PROPOSED.items() for way in ("alone", "batch", "sampled", "transformers")},
-    "no trees": Refusal(proposing(ReturnsForAll, None, "batch"), ("`propose_batch`", "a NoneType", "2 `DraftTree`s")),
-    "too few trees": Refusal(proposing(ReturnsForAll, [], "batch"), ("`propose_batch`", "0 of them", "2 `DraftTree`")),
+    "no trees": Refusal(proposing(ReturnsForAll, None, "batch"), ("`draft`", "a NoneType", "2 `DraftTree`s")),
+    "too few trees": Refusal(proposing(ReturnsForAll, [], "batch"), ("`draft`", "0 of them", "2 `DraftTree`")),
     "a wrong tree": Refusal(proposing(ReturnsForAll, chains([5], [64]), "batch"), ("token 64", "0 to 63")),
     "a long tree": Refusal(proposing(ReturnsForAll, chains([5], range(2, 8)), "batch"), ("6 drafts", "at most 4")),
     "a long chain": Refusal(proposing(Returns, chain(*range(2, 7))), ("5 drafts", "at most 4")),

@@ -301,12 +301,12 @@ def test_a_call_that_cannot_be_meant(case):
     Refusal(call, tuple(words.split())).check()
 
 
-def test_a_drafter_without_a_propose_says_so():
+def test_a_drafter_without_a_draft_says_so():
     target, drafter = tiny_target(), Drafter()
     drafter.config = target.config
     drafter.bind(target)
     call = partial(target.generate, prompt(5), assistant_model=drafter, max_new_tokens=5)
-    Refusal(call, ("Drafter", "propose"), NotImplementedError).check()
+    Refusal(call, ("Drafter", "`draft`"), NotImplementedError).check()
 
 
 # Folders

@@ -41,14 +41,14 @@ def reads_any_streams():
 
 def drafts_on(drafter, *targets, in_threads=False):
     """What it drafts for a text on each target, round by round, one target after the other or all at once."""
-    drafts, propose = defaultdict(list), type(drafter).propose
+    drafts, draft = defaultdict(list), type(drafter).draft
 
-    def recorded(target, *request):
-        tree = propose(drafter, target, *request)
+    def recorded(target, requests):
+        (tree,) = draft(drafter, target, requests)
         drafts[id(target.model)].append(tree.tokens.tolist())
-        return tree
+        return [tree]
 
-    drafter.propose = recorded
+    drafter.draft = recorded
     threads = [
         threading.Thread(target=target.generate, args=(prompt(11),), kwargs={**GREEDY, "assistant_model": drafter})
         for target in targets
@@ -59,7 +59,7 @@ def drafts_on(drafter, *targets, in_threads=False):
             thread.join()
     for thread in threads:
         thread.join()
-    del drafter.propose
+    del drafter.draft
     return [drafts[id(target)] for target in targets]
 
 

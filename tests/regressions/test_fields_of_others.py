@@ -149,13 +149,13 @@ def test_compiled_rounds_read_embeddings_and_turn_the_part_too():
     compiling._compile_all_devices = True  # a CPU's, too
     rope = {**PART, "rope_type": "linear", "factor": 2.0}
     drafter = tiny_drafter(target, **READ | {"target_layer_ids": [EMBEDDINGS, 2], "rope_parameters": rope})
-    written, propose = [], drafter.propose
+    written, draft = [], drafter.draft
     drafter.bind(target)
     for options in ({}, {"cache_implementation": "static", "compile_config": compiling}):
         drafts = []
-        drafter.propose = lambda *args, drafts=drafts: drafts.append(propose(*args)) or drafts[-1]
+        drafter.draft = lambda *args, drafts=drafts: drafts.append(draft(*args)) or drafts[-1]
         text = target.generate(prompt(9), max_new_tokens=16, do_sample=False, assistant_model=drafter, **options)
-        written.append((text.tolist(), [tree.tokens.tolist() for tree in drafts]))
+        written.append((text.tolist(), [tree.tokens.tolist() for (tree,) in drafts]))
     torch._dynamo.reset()
     assert written[0] == written[1] and len(written[0][1]) > 3
 

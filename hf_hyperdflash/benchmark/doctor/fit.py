@@ -12,7 +12,7 @@ import torch
 from transformers import DeepseekV4Config, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from ...decoding.proposals import checked_pair
+from ...decoding.pair import Pair
 from ...drafters.saved import SavedDrafter
 from ...drafters.weights import untrained
 from ...hub.cards import TRAINING_RECORD
@@ -29,7 +29,7 @@ _TOKENS = 8  # of the forwards that are compared
 def check_pair(examined: Examination) -> Iterator[Finding]:
     """Check whether the drafter can draft for the target at all."""
     try:
-        checked_pair(target_of(examined.target), examined.drafter)
+        Pair.checked(target_of(examined.target), examined.drafter)
     except ValueError as error:
         yield "fit", str(error)
 

@@ -16,7 +16,7 @@ from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList, Pr
 
 from ...decoding.stats import clock, exact_timing
 from ...drafters.base import Drafter
-from ...drafters.sampling import DraftSampler
+from ...drafters.sampling import DraftRequest
 from ...targets.registry import target_of
 from ...targets.target import Target
 from ...training.trials import Local
@@ -79,17 +79,8 @@ class _Filler(Drafter):
         self.seconds: dict[int, list[float]] = {width: [] for width in widths}
         self._begun: tuple[int, float] | None = None
 
-    def propose(
-        self, target: Target, context: Any, ids: torch.Tensor, position_ids: torch.Tensor, count: int,
-        sampler: DraftSampler,
-    ) -> DraftTree:  # fmt: skip
-        return self._draft([count])[0]
-
-    def propose_batch(self, target: Target, requests: Sequence[Any]) -> list[DraftTree]:
-        return self._draft([request.num_drafts for request in requests])
-
-    def _draft(self, counts: list[int]) -> list[DraftTree]:
-        now = self._now()
+    def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        now, counts = self._now(), [each.num_drafts for each in requests]
         if self._begun:
             self.seconds[self._begun[0]].append(now - self._begun[1])
         if time.monotonic() > self._end:

@@ -18,7 +18,7 @@ from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, Seque
 from ..parts.joint_context import JointContext
 from ..parts.layers import ContextCache, KeysValues, Rotary, block_inputs
 from ..reading import ReadingDrafter
-from ..sampling import DraftRequest, DraftSampler, asked_of_a_graph, drafts_in_step, drafts_of, share_passes
+from ..sampling import DraftRequest, asked_of_a_graph, drafts_in_step, drafts_of, share_passes
 from .path import BlockPath
 
 
@@ -211,38 +211,48 @@ class BlockDrafter(ReadingDrafter):
         context.pending = None
 
     @torch.no_grad()
-    def propose(
-        self,
-        target: Target,
-        context: ContextCache,
-        ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        count: int,
-        sampler: DraftSampler,
-    ) -> DraftTree:
-        """Draft `count` tokens after the last of `ids` in one pass. The block always has its trained width."""
-        config = self.config
-        if isinstance(context, FixedContext) and context.compiled is not None:
-            hidden, trees = self._run_compiled(target, [DraftRequest(context, ids, position_ids, count, sampler)])
+    def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Draft for all texts in one pass. A block always has its trained width."""
+        config, contexts = self.config, [each.context for each in requests]
+        if all(isinstance(context, FixedContext) and context.compiled is not None for context in contexts):
+            hidden, trees = self._run_compiled(target, requests)
             if trees:
-                return trees[0]
+                return trees
         else:
-            block, positions = block_inputs(ids[:, -1:], position_ids[:, -1:], config.block_size, config.mask_token_id)
-            device = self.device
-            embeds = target.embed(block).to(device)
-            hidden = self(embeds, positions.to(device), context, None, *(context.pending or ()))
-            context.pending = None
-        states = hidden[:, config.first_slot : config.first_slot + count]
-        if not (self._follows_paths or sampler.tree_budget):
-            return sampler.blind(ids, self.to_full_vocabulary(target, self.logits(target, states)))
+            hidden = self._run_blocks(target, requests)
+        counts = [each.num_drafts for each in requests]
+        states = hidden[:, config.first_slot : config.first_slot + max(counts)]
+        # With either head, what is said of a draft depends on those before it.
+        has_heads = self.head is not None or self.confidence_head is not None
+        if not has_heads and requests[0].sampler.tree_budget is None:
+            logits = self.to_full_vocabulary(target, self.logits(target, states))
+            return [each.sampler.blind(each.ids, own[None, : each.num_drafts]) for each, own in zip(requests, logits)]
+        if not share_passes(requests):
+            paths = [BlockPath(self, target, own[None, :count]) for own, count in zip(states, counts)]
+            return [each.sampler.grow(each.ids, each.num_drafts, path) for each, path in zip(requests, paths)]
         path = BlockPath(self, target, states)
-        tree = sampler.grow(ids, count, path)
-        return path.with_head_choices(tree) if self.head is not None and are_trees_kept() else tree
+        trees = drafts_in_step(requests, path)
+        if len(requests) == 1 and self.head is not None and are_trees_kept():
+            return [path.with_head_choices(tree) for tree in trees]
+        return trees
 
-    @property
-    def _follows_paths(self) -> bool:
-        """Whether what it says of a draft depends on those before it."""
-        return self.head is not None or self.confidence_head is not None
+    def _run_blocks(self, target: Target, requests: Sequence[DraftRequest]) -> torch.Tensor:
+        """Run a block of each text and add what is pending; return the blocks' states, `[texts, config.block_size,
+        config.target_hidden_size]`."""
+        config, device = self.config, self.device
+        anchors = torch.cat([each.ids[:, -1:] for each in requests])
+        last = torch.cat([each.position_ids[:, -1:] for each in requests])
+        block, positions = block_inputs(anchors, last, config.block_size, config.mask_token_id)
+        embeds, positions = target.embed(block).to(device), positions.to(device)
+        if len(requests) == 1:
+            context = requests[0].context
+            hidden = self(embeds, positions, context, None, *(context.pending or ()))
+            context.pending = None
+            return hidden
+        joint = JointContext([each.context for each in requests])
+        spans = {kind: config.attention_span(kind) for kind in dict.fromkeys(config.kinds)}
+        masks = joint.masks(config.kinds, spans, config.block_size, device)
+        return self(embeds, positions, joint, masks, *joint.pending())
 
     def fixed_contexts(
         self,
@@ -287,37 +297,6 @@ class BlockDrafter(ReadingDrafter):
         if drafted is None:
             return hidden if len(rows) == len(hidden) else hidden[rows], []
         return hidden, drafts_of(drafted, requests, rows)
-
-    @torch.no_grad()
-    def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Draft for several texts in one pass."""
-        config, device = self.config, self.device
-        contexts = [each.context for each in requests]
-        if all(isinstance(context, FixedContext) and context.compiled is not None for context in contexts):
-            hidden, trees = self._run_compiled(target, requests)
-            if trees:
-                return trees
-        else:
-            context = JointContext(contexts)
-            anchors, last = (torch.cat([part[:, -1:] for part in parts]) for parts in list(zip(*requests))[1:3])
-            block, positions = block_inputs(anchors, last, config.block_size, config.mask_token_id)
-            spans = {kind: config.attention_span(kind) for kind in dict.fromkeys(config.kinds)}
-            masks = context.masks(config.kinds, spans, config.block_size, device)
-            embeds = target.embed(block).to(device)
-            hidden = self(embeds, positions.to(device), context, masks, *context.pending())
-        states = hidden[:, config.first_slot : config.first_slot + max(each.num_drafts for each in requests)]
-        grows = self._follows_paths or requests[0].sampler.tree_budget is not None
-        if grows and share_passes(requests):
-            return drafts_in_step(requests, BlockPath(self, target, states))
-        rows = [states[row : row + 1, : each.num_drafts] for row, each in enumerate(requests)]
-        if grows:
-            return [
-                each.sampler.grow(each.ids, each.num_drafts, BlockPath(self, target, own))
-                for each, own in zip(requests, rows)
-            ]
-        logits = self.to_full_vocabulary(target, self.logits(target, states))
-        of_each = zip(requests, logits.split(1))
-        return [each.sampler.blind(each.ids, own[:, : each.num_drafts]) for each, own in of_each]
 
     def logits(self, target: Target, hidden: torch.Tensor, vectors: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits of the tokens that can be drafted, `[..., config.draft_vocab_size or config.vocab_size]`.

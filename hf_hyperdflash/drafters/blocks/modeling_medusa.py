@@ -113,21 +113,17 @@ class MedusaDrafter(SavedDrafter):
         if residual.shape[1]:
             context.residual = residual[:, -1:]
 
-    def propose(self, target: Target, *requests: Any) -> DraftTree:
-        """Draft with as many heads as tokens are asked for."""
-        return self.propose_batch(target, [DraftRequest(*requests)])[0]
-
     @torch.no_grad()
-    def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Draft for several texts in one pass; an empty context gives no drafts."""
+    def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Draft with as many heads as tokens are asked for, in one pass; an empty context gives no drafts."""
         trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
         places = [place for place, each in enumerate(requests) if each.context.residual is not None]
         if places:
-            for place, tree in zip(places, self._draft(target, [requests[place] for place in places])):
+            for place, tree in zip(places, self._draft_some(target, [requests[place] for place in places])):
                 trees[place] = tree
         return trees
 
-    def _draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def _draft_some(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         compiled, batch = requests[0].context.compiled, requests[0].context.batch
         known = [each.context.residual for each in requests]
         if compiled is None:

@@ -20,7 +20,7 @@ from ...targets.caches.name import CACHE
 from ...targets.target import Target
 from ...trees.growth import DraftStep
 from ...trees.tree import DraftTree
-from ..sampling import DraftRequest, DraftSampler, drafts_in_step, share_passes
+from ..sampling import DraftRequest, drafts_in_step, share_passes
 from .configuration_mtp import DeepseekV4MTPConfig
 from .drafter import DeepseekV4Drafter, Rotary
 
@@ -206,32 +206,18 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         context.streams = streams[:, -1:].clone()  # a view would keep the others in memory
 
     @torch.no_grad()
-    def propose(
-        self,
-        target: Target,
-        context: MTPContext,
-        ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        count: int,
-        sampler: DraftSampler,
-    ) -> DraftTree:
-        """Draft the tokens after `ids` one by one; an empty context gives no drafts."""
-        return self._propose(target, [DraftRequest(context, ids, position_ids, count, sampler)])[0]
-
-    @torch.no_grad()
-    def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Draft for several sequences with one pass for the next tokens of all."""
-        return self._propose(target, requests) if share_passes(requests) else super().propose_batch(target, requests)
-
-    def _propose(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Draft the next tokens of all texts pass by pass; an empty context gives no drafts."""
+        if not share_passes(requests):
+            return [self.draft(target, [each])[0] for each in requests]
         trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
         places = [row for row, each in enumerate(requests) if each.num_drafts and each.context.streams is not None]
         if places:
-            for row, tree in zip(places, self._draft(target, [requests[row] for row in places])):
+            for row, tree in zip(places, self._draft_some(target, [requests[row] for row in places])):
                 trees[row] = replace(tree, passes=tree.depths)
         return trees
 
-    def _draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def _draft_some(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         ahead = MTPContext.joined([each.context for each in requests])
         streams = torch.cat([each.context.streams for each in requests])
         offsets = torch.arange(max(each.num_drafts for each in requests) - 1, device=self.device)

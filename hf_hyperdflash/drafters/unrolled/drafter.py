@@ -38,7 +38,7 @@ from ..parts.layers import (
 )
 from ..parts.reducers import REDUCERS
 from ..reading import ReadingDrafter, check_pair
-from ..sampling import DraftRequest, DraftSampler, asked_of_a_graph, drafts_of, share_passes
+from ..sampling import DraftRequest, asked_of_a_graph, drafts_of, share_passes
 from ..weights import named_dtype
 from .configuration import UnrolledConfig
 from .unrolling import CompiledUnrolling, Unrolling, draft_best, width_of_pass
@@ -303,33 +303,19 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
                 context.pending = None
 
     @torch.no_grad()
-    def propose(
-        self,
-        target: Target,
-        context: EntryContext,
-        ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        count: int,
-        sampler: DraftSampler,
-    ) -> DraftTree:
-        """Draft after `ids`; an empty context gives no drafts."""
-        return self._propose(target, [DraftRequest(context, ids, position_ids, count, sampler)])[0]
-
-    @torch.no_grad()
-    def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Draft for several sequences with one pass for all of their blocks that continue others."""
-        return self._propose(target, requests) if share_passes(requests) else super().propose_batch(target, requests)
-
-    def _propose(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Draft with one pass for all blocks that continue others; an empty context gives no drafts."""
+        if not share_passes(requests):
+            return [self.draft(target, [each])[0] for each in requests]
         trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
         rows = [row for row, each in enumerate(requests) if each.num_drafts and not each.context.is_empty]
         if rows:
             asked = [requests[row] for row in rows]
-            for row, tree in zip(rows, self._propose_some(target, asked)):
+            for row, tree in zip(rows, self._draft_some(target, asked)):
                 trees[row] = tree
         return trees
 
-    def _propose_some(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def _draft_some(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         contexts, budget = [each.context for each in requests], requests[0].sampler.tree_budget
         if all(isinstance(context, FixedEntries) and context.runs_compiled for context in contexts):
             asked = asked_of_a_graph(requests, self.device, self._is_launch_bound)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -12,7 +13,7 @@ from ...targets.registry import target_of
 from ...targets.target import Target
 from ...trees.tree import DraftTree
 from ..base import Drafter
-from ..sampling import Context, DraftSampler
+from ..sampling import DraftRequest
 
 
 class PromptLookupDrafter(Drafter):
@@ -40,20 +41,15 @@ class PromptLookupDrafter(Drafter):
             )
         self.max_matching_ngram_size = max_matching_ngram_size
 
-    def propose(
-        self,
-        target: Target,
-        context: Context,
-        ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        count: int,
-        sampler: DraftSampler,
-    ) -> DraftTree:
-        """Draft at most `count` tokens, none if the last tokens are new."""
-        lookup = PromptLookupCandidateGenerator(
-            num_output_tokens=count,
-            max_matching_ngram_size=self.max_matching_ngram_size,
-            max_length=ids.shape[1] + count + 1,
-        )
-        candidates, _ = lookup.get_candidates(cast(torch.LongTensor, ids))
-        return DraftTree.chain(candidates[0, ids.shape[1] :])
+    def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Draft at most as many tokens as are asked for, none after a text whose last tokens are new."""
+        trees = []
+        for _, ids, _, num_drafts, _ in requests:
+            lookup = PromptLookupCandidateGenerator(
+                num_output_tokens=num_drafts,
+                max_matching_ngram_size=self.max_matching_ngram_size,
+                max_length=ids.shape[1] + num_drafts + 1,
+            )
+            candidates, _ = lookup.get_candidates(cast(torch.LongTensor, ids))
+            trees.append(DraftTree.chain(candidates[0, ids.shape[1] :]))
+        return trees

@@ -305,7 +305,7 @@ class BoundTarget(_Mixed):
         pair, stats = Pair.checked(target, drafter), None
         if AUTO in (self._drafts_asked_of(drafter, config), tree_budget_asked(config)):
             stats = pair.facts.stats.setdefault(bool(config.do_sample), DraftingStats())
-        sequence = Sequence(target, drafter, pair, num_drafts, text, config, streamer, stats, is_one_of_several)
+        sequence = Sequence(pair, num_drafts, text, config, streamer, stats, is_one_of_several)
         check_restart(target.config, sequence.tokens.length, config.max_length, sequence.tokens.padding)
         return sequence
 

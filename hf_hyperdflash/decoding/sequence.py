@@ -23,7 +23,7 @@ from ..auto.policies import DraftingStats
 from ..drafters.base import Drafter, EmptyContext
 from ..drafters.sampling import DraftRequest, DraftSampler
 from ..targets.caches.name import CACHE
-from ..targets.target import Target, TargetOutput
+from ..targets.target import TargetOutput
 from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
 from ..trees.tree import ANCHOR, DraftTree
 from .continuation import context_of, padding_of
@@ -46,9 +46,7 @@ class Sequence:
     """One sequence of a request: its tokens, its settings, and what the drafter knows of it.
 
     Args:
-        target: Of a bound model.
-        drafter: The drafter, on any device.
-        pair: What holds of the two.
+        pair: A bound target, and the drafter on any device.
         num_drafts: Most drafted tokens per round. The cache can take back one more.
         text: The prompt, tokens that are already in the cache included, and what `generate` prepared for it.
         generation_config: As prepared, too.
@@ -67,8 +65,6 @@ class Sequence:
 
     def __init__(
         self,
-        target: Target,
-        drafter: Drafter,
         pair: Pair,
         num_drafts: int,
         text: Row,
@@ -77,7 +73,8 @@ class Sequence:
         drafting_stats: DraftingStats | None = None,
         is_one_of_several: bool = False,
     ) -> None:
-        self.target, self.drafter, self.pair, self.num_drafts = target, drafter, pair, num_drafts
+        target, drafter = self.target, self.drafter = pair.target, pair.drafter
+        self.pair, self.num_drafts = pair, num_drafts
         self.config, self.streamer, self.drafting_stats = generation_config, streamer, drafting_stats
         self.processor, self.stopping = text.processors, Stopping(text.criteria)
         self.sampler = DraftSampler(text.processors, bool(generation_config.do_sample))

@@ -191,7 +191,8 @@ class HyperDFlashTrainer(Trainer):
         args, layers = self.args, self.objective.layer_ids
         directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
         with args.main_process_first(local=False, desc="writing features"):
-            # The first process writes, and the others open it.
+            if args.process_index:  # the first has written it: the others read no rows
+                return FeatureCache(directory, self.target).select_layers(layers)
             return FeatureCache.write(
                 directory,
                 rows,

@@ -2,8 +2,12 @@
 
 The stock compressed layers keep a running compressor state (open window, compressed entries, overlap between windows)
 that their `crop` does not touch, so a rejected draft stays in it; the stock sliding layer loses keys when it is
-cropped twice in a row. The layers here keep, while recording is on, the keys that left the sliding window recently and
-one record per window that recently closed: the compressor's state before it closed. `crop` restores them.
+cropped twice in a row. The layers here also keep, while recording is on, what has left that state recently: keys
+behind the sliding window, and the projections and overlaps of closed windows. `crop` cuts the end off each of them.
+
+Beside `crop` there is `begin_tree` and `accept`, by which a layer stays as it was until a tree's path is chosen. Neither
+can do the other's work: a crop takes back any number of forwards that nobody announced, those of a DeepSeek-V4 that
+drafts as stock transformers' assistant for example, and no crop can leave one of several paths.
 
 How far back a crop can go depends on the tokens alone, not on the kind of layer or its windows: `max_rewind` tokens
 from the longest sequence seen, and never past what came before recording. So all layers of a cache refuse the same
@@ -13,7 +17,7 @@ crops, the first one included, and a refused `Cache.crop` leaves all of them as 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
@@ -25,20 +29,6 @@ from .tree_state import Parts, TreeState
 
 DEFAULT_MAX_REWIND = 128
 Kind = TypeVar("Kind", bound="RewindableKeys")
-
-
-class _ClosedWindow(NamedTuple):
-    """The state that is needed to open one compressor window again.
-
-    `kv` and `gate` are the window's raw projections, `[batch, compress_rate, features]`, the gate without the
-    position bias. `overlap_kv` and `overlap_gate` are CSA's overlap state before the window closed,
-    `[batch, compress_rate, features // 2]`, the gate *with* the position bias; `None` for HCA and for window 0.
-    """
-
-    kv: torch.Tensor
-    gate: torch.Tensor
-    overlap_kv: torch.Tensor | None = None
-    overlap_gate: torch.Tensor | None = None
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -362,17 +352,25 @@ class RewindableHCACacheLayer(RewindableKeys, DeepseekV4HCACache):
                     "from a new cache, or call `make_rewindable` before the first crop."
                 )
 
+    def _start_recording(self, max_rewind: int) -> None:
+        # By compressor, the projections of the last closed windows, `[batch, windows * compress_rate, features]`, the
+        # gate without the position bias.
+        self._closed_kv: dict[str, Any] = dict.fromkeys(self.entry_count)
+        self._closed_gate: dict[str, Any] = dict.fromkeys(self.entry_count)
+        super()._start_recording(max_rewind)
+
     def _forget_past(self) -> None:
         super()._forget_past()
-        # Per name, the last windows that closed while recording: the newest is the one before the open window. Those
-        # that the windows of a draft tree read are kept in any case.
-        before: dict[str, list[_ClosedWindow]] = getattr(self, "_closed_windows", {})
-        self._closed_windows = {
-            name: before[name][max(len(before[name]) - self._windows_read, 0) :] if name in before else []
-            for name in self.entry_count
-        }
+        for states, size in self._past_windows():
+            for name, known in states.items():
+                if known is not None and known.shape[1] > self._windows_read * size:
+                    states[name] = _compact(known[:, known.shape[1] - self._windows_read * size :])
         # By compressor, its state before the tokens whose entries are not there yet.
-        self._unfinished: dict[str, tuple[list[torch.Tensor | None], int, list[_ClosedWindow]]] = {}
+        self._unfinished: dict[str, tuple[list[torch.Tensor | None], int]] = {}
+
+    def _past_windows(self) -> list[tuple[dict[str, Any], int]]:
+        """Return what is kept of closed windows, each with how long it is of one window."""
+        return [(self._closed_kv, self.compress_rate), (self._closed_gate, self.compress_rate)]
 
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
@@ -387,33 +385,28 @@ class RewindableHCACacheLayer(RewindableKeys, DeepseekV4HCACache):
             open_window = self.buffer_kv[name], self.buffer_gate[name]
             before, entries = self._window_before(name, kv, gate), self.entry_count[name]
             return self.tree_state.close_windows(name, self.compress_rate, entries, before, open_window, (kv, gate))
-        states = [state[name] for state in self._compressor_states()]
-        self._unfinished[name] = states, self.entry_count[name], list(self._closed_windows[name])
+        self._unfinished[name] = [state[name] for state in self._compressor_states()], self.entry_count[name]
         closed_kv, closed_gate, first_position = super().store_compression_weights(name, kv, gate)
-        if not closed_kv.shape[1]:
-            return closed_kv, closed_gate, first_position
-        self._record_windows(name, closed_kv, closed_gate)
-        if self.record_past:
-            self.buffer_kv[name] = _compact(self.buffer_kv[name])
-            self.buffer_gate[name] = _compact(self.buffer_gate[name])
+        if closed_kv.shape[1]:
+            for states, closed in ((self._closed_kv, closed_kv), (self._closed_gate, closed_gate)):
+                states[name] = self._with_last_windows(states[name], closed, self.compress_rate)
+            if self.record_past:
+                self.buffer_kv[name] = _compact(self.buffer_kv[name])
+                self.buffer_gate[name] = _compact(self.buffer_gate[name])
         return closed_kv, closed_gate, first_position
-
-    def _record_windows(self, name: str, kv: torch.Tensor, gate: torch.Tensor) -> None:
-        most = self._max_closed_windows if self.record_past else self._windows_read
-        tokens = min(kv.shape[1], most * self.compress_rate)
-        if tokens == 0:
-            return
-        kv, gate = _compact(kv[:, -tokens:]), _compact(gate[:, -tokens:])
-        windows = zip(kv.split(self.compress_rate, dim=1), gate.split(self.compress_rate, dim=1))
-        journal = self._closed_windows[name]
-        journal.extend(_ClosedWindow(*window) for window in windows)
-        del journal[:-most]
 
     _windows_read = 0  # how many earlier windows a window's entry also depends on
 
-    @property
-    def _max_closed_windows(self) -> int:
-        return -(-self.max_rewind // self.compress_rate) + self._windows_read
+    def _with_last_windows(self, known: torch.Tensor | None, closed: torch.Tensor, size: int) -> torch.Tensor | None:
+        """Return what is kept of closed windows with those that close now, in a storage of its own; each has `size`
+        positions of the second dimension."""
+        windows = self._windows_read + (-(-self.max_rewind // self.compress_rate) if self.record_past else 0)
+        if windows == 0:
+            return None
+        closed = closed[:, max(closed.shape[1] - windows * size, 0) :]
+        if known is None or closed.shape[1] == windows * size:
+            return closed.clone()
+        return _compact(torch.cat([known, closed], dim=1)[:, -windows * size :])
 
     def _window_before(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
@@ -460,55 +453,50 @@ class RewindableHCACacheLayer(RewindableKeys, DeepseekV4HCACache):
         Args:
             start: Tokens before the forward.
         """
-        for name, (states, entries, journal) in self._unfinished.items():
+        for name, (states, entries) in self._unfinished.items():
             for kind, state in zip(self._compressor_states(), states):
                 kind[name] = state
-            self.entry_count[name], self._closed_windows[name] = entries, journal
+            self.entry_count[name] = entries
         self._unfinished.clear()
         self.crop(min(0, start - self.cumulative_length))
 
     def _rewind(self, length: int) -> None:
+        entries, open_tokens = divmod(length, self.compress_rate)
         for name, buffer in self.buffer_kv.items():
-            if buffer is not None:
-                self._rewind_compressor(name, length)
+            if buffer is None:
+                continue
+            if reopened := self.entry_count[name] - entries:
+                self._reopen_windows(name, reopened)
+            self.buffer_kv[name] = _compact(self.buffer_kv[name][:, :open_tokens])
+            self.buffer_gate[name] = _compact(self.buffer_gate[name][:, :open_tokens])
         super()._rewind(length)
 
-    def _rewind_compressor(self, name: str, length: int) -> None:
-        entries, open_tokens = divmod(length, self.compress_rate)
-        if entries < self.entry_count[name]:
-            journal = self._closed_windows[name]
-            kept = len(journal) - (self.entry_count[name] - entries)
-            self._reopen_window(name, journal[kept])
-            del journal[kept:]
-            self.compressed_kv[name] = self.compressed_kv[name][:, :entries]
-            self.entry_count[name] = entries
-        self.buffer_kv[name] = _compact(self.buffer_kv[name][:, :open_tokens])
-        self.buffer_gate[name] = _compact(self.buffer_gate[name][:, :open_tokens])
-
-    def _reopen_window(self, name: str, window: _ClosedWindow) -> None:
-        self.buffer_kv[name], self.buffer_gate[name] = window.kv, window.gate
+    def _reopen_windows(self, name: str, count: int) -> None:
+        """Take back the last closed windows; the first of them becomes the open one."""
+        first = self._closed_kv[name].shape[1] - count * self.compress_rate
+        for buffer, closed in ((self.buffer_kv, self._closed_kv), (self.buffer_gate, self._closed_gate)):
+            buffer[name] = closed[name][:, first : first + self.compress_rate]
+        for states, size in self._past_windows():
+            states[name] = states[name][:, : states[name].shape[1] - count * size]
+        self.entry_count[name] -= count
+        self.compressed_kv[name] = self.compressed_kv[name][:, : self.entry_count[name]]
 
     def reset(self) -> None:
         """Forget all tokens and records; recording stays on if it was."""
         super().reset()
-        self._closed_windows = {name: [] for name in self.entry_count}
         for name in self.entry_count:
-            self.buffer_kv[name] = self.buffer_gate[name] = self.compressed_kv[name] = None
             self.entry_count[name] = 0
+            for states in self._compressor_states():
+                states[name] = None
 
     def _map_state(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._map_state(change)
         for states in self._compressor_states():
             for name, state in states.items():
                 states[name] = None if state is None else change(state)
-        for journal in self._closed_windows.values():
-            journal[:] = [
-                _ClosedWindow(*(None if state is None else change(state) for state in window))  # type: ignore[arg-type]
-                for window in journal
-            ]
 
     def _compressor_states(self) -> list[dict[str, torch.Tensor | None]]:
-        return [self.buffer_kv, self.buffer_gate, self.compressed_kv]
+        return [self.buffer_kv, self.buffer_gate, self.compressed_kv, self._closed_kv, self._closed_gate]
 
 
 class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
@@ -520,13 +508,27 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
 
     _windows_read = 1
 
+    def _start_recording(self, max_rewind: int) -> None:
+        # By compressor, the overlap that each of the last closed windows leaves to the next one, `[batch, windows,
+        # compress_rate, features / 2]`, the gate with the position bias: the stock overlap is the last of them.
+        self._overlaps_kv, self._overlaps_gate = (
+            {name: None if last is None else last.unsqueeze(1) for name, last in states.items()}
+            for states in (self.overlap_kv, self.overlap_gate)
+        )
+        super()._start_recording(max_rewind)
+
+    def _past_windows(self) -> list[tuple[dict[str, Any], int]]:
+        return [*super()._past_windows(), (self._overlaps_kv, 1), (self._overlaps_gate, 1)]
+
     @property
     def can_verify_trees(self) -> bool:
-        return all(self._closed_windows[name] for name, entries in self.entry_count.items() if entries)
+        closed = (self._closed_kv[name] for name, entries in self.entry_count.items() if entries)
+        return all(known is not None and known.shape[1] for known in closed)
 
     def _window_before(self, name: str, kv: torch.Tensor, gate: torch.Tensor) -> Parts:
         if self.entry_count[name]:
-            return self._closed_windows[name][-1][:2]
+            last = slice(-self.compress_rate, None)
+            return self._closed_kv[name][:, last], self._closed_gate[name][:, last]
         shape = kv.shape[0], self.compress_rate, kv.shape[2]
         return kv.new_zeros(shape), gate.new_full(shape, torch.finfo(gate.dtype).min)  # a weight of 0
 
@@ -552,34 +554,23 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
         if self.tree_state is not None:  # each window comes after the one that it overlaps with
             self.tree_state.store_overlaps(name, chunk_kv, chunk_gate)
             return None, None
-        prior_kv, prior_gate = super().update_overlap_state(name, chunk_kv, chunk_gate, head_dim)
-        if self.record_past:
-            overlaps_kv = [prior_kv, *self._overlaps_within(chunk_kv, head_dim)]
-            overlaps_gate = [prior_gate, *self._overlaps_within(chunk_gate, head_dim)]
-            # `store_compression_weights` has just recorded the chunk's windows, at the end of the journal.
-            journal = self._closed_windows[name]
-            for index in range(-min(len(journal), len(overlaps_kv)), 0):
-                window = journal[index]._replace(overlap_kv=overlaps_kv[index], overlap_gate=overlaps_gate[index])
-                journal[index] = window
-        return prior_kv, prior_gate
+        before = self.overlap_kv[name], self.overlap_gate[name]
+        for states, chunk in ((self._overlaps_kv, chunk_kv), (self._overlaps_gate, chunk_gate)):
+            states[name] = self._with_last_windows(states[name], chunk[..., :head_dim], 1)
+        self._set_overlap(name)
+        return before
 
-    def _overlaps_within(self, chunk: torch.Tensor, head_dim: int) -> list[torch.Tensor]:
-        """Return the overlap of the chunk's windows after the first, for as many windows as a journal has."""
-        first = max(chunk.shape[1] - 1 - self._max_closed_windows, 0)
-        return list(chunk[:, first:-1, :, :head_dim].clone().unbind(1))
+    def _set_overlap(self, name: str) -> None:
+        for last, states in ((self.overlap_kv, self._overlaps_kv), (self.overlap_gate, self._overlaps_gate)):
+            last[name] = states[name][:, -1] if states[name].shape[1] else None
 
-    def _reopen_window(self, name: str, window: _ClosedWindow) -> None:
-        super()._reopen_window(name, window)
-        self.overlap_kv[name], self.overlap_gate[name] = window.overlap_kv, window.overlap_gate
-
-    def reset(self) -> None:
-        """Forget all tokens and records; recording stays on if it was."""
-        super().reset()
-        for name in self.overlap_kv:
-            self.overlap_kv[name] = self.overlap_gate[name] = None
+    def _reopen_windows(self, name: str, count: int) -> None:
+        super()._reopen_windows(name, count)
+        self._set_overlap(name)
 
     def _compressor_states(self) -> list[dict[str, torch.Tensor | None]]:
-        return [*super()._compressor_states(), self.overlap_kv, self.overlap_gate]
+        overlaps = [self.overlap_kv, self.overlap_gate, self._overlaps_kv, self._overlaps_gate]
+        return [*super()._compressor_states(), *overlaps]
 
 
 _REWINDABLE_CLASSES: dict[type, type[RewindableKeys]] = {
@@ -619,21 +610,15 @@ def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache
         )
     _checked_max_rewind(max_rewind)
     cache.layers[:] = [_rewindable(layer, max_rewind) for layer in cache.layers]
-    rewindable = [layer for layer in cache.layers if _is_rewindable(layer)]
+    rewindable = [layer for layer in cache.layers if isinstance(layer, RewindableKeys)]
     most = max([max_rewind, *(layer.max_rewind for layer in rewindable)])
     for layer in rewindable:
         layer.max_rewind = most
     return cache
 
 
-def _is_rewindable(layer: object) -> TypeGuard[RewindableKeys]:
-    """Return whether a layer can do what ours can. Its class does not tell: a drafter's own copy of this code may have
-    made the layer."""
-    return hasattr(type(layer), "undoable_tokens") and hasattr(layer, "max_rewind")
-
-
 def _rewindable(layer: Any, max_rewind: int) -> Any:
-    if _is_rewindable(layer):
+    if isinstance(layer, RewindableKeys):
         return layer
     if type(layer) in _REWINDABLE_CLASSES:
         return _REWINDABLE_CLASSES[type(layer)].from_stock(layer, max_rewind)

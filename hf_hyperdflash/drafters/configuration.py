@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import field, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -22,12 +22,20 @@ logger = logging.getLogger(__name__)
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Fields that transformers writes into any model's config.json.
 _WRITTEN_BESIDE = ("auto_map", "torch_dtype", "quantization_config", "use_cache")
+_THEIRS = {each.name for each in fields(PreTrainedConfig)}
 _TYPES: dict[str, tuple[Any, str]] = {
     "int": (int, "an integer"),
     "float": ((int, float), "a number"),
     "bool": (bool, "True or False"),
     "str": (str, "a string"),
+    "RopeParameters": (dict, "a dictionary with `rope_theta`"),
 }
+
+
+def within(default: Any, lowest: float, highest: float, why: str = "") -> Any:
+    """Return a field of a drafter's configuration with a range: wider than any model's, but small enough to be tried
+    in a machine's memory. `why` ends the message about a value outside of it."""
+    return field(default=default, metadata={"range": (lowest, highest), "why": why})
 
 
 def check_layer_ids(ids: list[int] | None) -> None:
@@ -115,27 +123,27 @@ class DrafterConfig(WithCode, PreTrainedConfig):
         ValueError: If a field, or two together, have values that no drafter can have.
     """
 
-    vocab_size: int = 129280
-    hidden_size: int = 4096
-    num_hidden_layers: int = 5
-    num_attention_heads: int = 32
-    num_key_value_heads: int = 8
-    head_dim: int = 128
-    intermediate_size: int = 12288
+    vocab_size: int = within(129280, 1, 2**24)
+    hidden_size: int = within(4096, 1, 2**17)
+    num_hidden_layers: int = within(5, 1, 2**10)
+    num_attention_heads: int = within(32, 1, 2**12)
+    num_key_value_heads: int = within(8, 1, 2**12)
+    head_dim: int = within(128, 1, 2**13)
+    intermediate_size: int = within(12288, 1, 2**20)
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     rope_parameters: RopeParameters | dict | None = None
-    max_position_embeddings: int = 1048576
-    draft_vocab_size: int = 0
-    final_logit_softcapping: float | None = None
+    max_position_embeddings: int = within(1048576, 1, 2**40)
+    draft_vocab_size: int = within(0, 0, 2**24)
+    final_logit_softcapping: float | None = within(None, 1e-3, 2**40)
     target_layer_ids: list[int] | None = None
     reducer: str = "hc_gate"
     path_norm: bool = True
     hc_eps: float = 1e-6
-    target_hidden_size: int = 0
-    target_hc_mult: int = 4
+    target_hidden_size: int = within(0, 0, 2**17)
+    target_hc_mult: int = within(4, 1, 2**8)
     any_streams: bool = False
-    target_num_layers: int = 0
+    target_num_layers: int = within(0, 0, 2**16)
     target_model_type: str = "deepseek_v4"
     target_name_or_path: str = ""
     target_revision: str = ""
@@ -151,18 +159,8 @@ class DrafterConfig(WithCode, PreTrainedConfig):
     # time that a field is read: 4 us, some forty times a round.
     __getattribute__ = object.__getattribute__
 
-    # Lowest and highest values: wider than any model, but small enough to be tried in a machine's memory.
-    bounds = {
-        "vocab_size": (1, 2**24), "draft_vocab_size": (0, 2**24), "hidden_size": (1, 2**17),
-        "target_hidden_size": (0, 2**17), "intermediate_size": (1, 2**20), "num_hidden_layers": (1, 2**10),
-        "num_attention_heads": (1, 2**12), "num_key_value_heads": (1, 2**12), "head_dim": (1, 2**13),
-        "target_hc_mult": (1, 2**8), "max_position_embeddings": (1, 2**40), "target_num_layers": (0, 2**16),
-        "final_logit_softcapping": (1e-3, 2**40),
-    }  # fmt: skip
-    why = dict[str, str]()  # what the message adds to a bound
-
     def __post_init__(self, **kwargs: Any) -> None:
-        self.check_fields({name: getattr(self, name) for name in self.own_fields()})
+        self._check_each_field()
         self.check_fields({name: kwargs[name] for name in self._unknown(kwargs)})
         self.rope_parameters = rope_of_text(self.rope_parameters)  # transformers writes into what it is given
         super().__post_init__(**kwargs)
@@ -175,16 +173,6 @@ class DrafterConfig(WithCode, PreTrainedConfig):
 
     def _complete(self) -> None:
         """Set the fields that depend on others."""
-
-    @classmethod
-    def own_fields(cls) -> dict[str, str]:
-        """Return the types of a drafter's fields, without the fields of any model's configuration."""
-        kinds = [kind for kind in cls.__mro__ if issubclass(kind, DrafterConfig)]
-        return {
-            name: str(kind.__annotations__[name])
-            for kind in reversed(kinds)
-            for name in vars(kind).get("__annotations__", {})
-        }
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -229,40 +217,33 @@ class DrafterConfig(WithCode, PreTrainedConfig):
     def check_fields(cls, given: Mapping[str, Any]) -> None:
         """Raise a `ValueError` if a name in `given` is no field (the message has the nearest one), or its value is
         wrong by itself. No configuration has to be built for that."""
-        known = [field.name for field in fields(cls)]
+        known = {each.name: each for each in fields(cls)}
         for name, value in given.items():
             if name not in known:
                 near = get_close_matches(name, known, 1)
                 raise ValueError(
                     f"`{name}` is no field of `{cls.__name__}`{f': did you mean `{near[0]}`?' if near else '.'}"
                 )
-            cls._check_type(name, value)
-            lowest, highest = cls.bounds.get(name, (-math.inf, math.inf))
-            if name in cls.bounds and value is not None and not lowest <= value <= highest:
-                raise ValueError(
-                    f"`{name}` is {value}, expected at least {lowest} and at most {highest}{cls.why.get(name, '')}."
-                )
-
-    @classmethod
-    def _check_type(cls, name: str, value: Any) -> None:
-        kind, *others = cls.own_fields().get(name, "Any").split(" | ")
-        if kind in _TYPES and not (value is None and others):
-            types, expected = _TYPES[kind]
-            if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+            kind, *others = str(known[name].type).split(" | ")
+            if name in _THEIRS or (value is None and others):
+                continue
+            types, expected = _TYPES.get(kind, (object, ""))
+            if not isinstance(value, types) or (isinstance(value, bool) and kind in ("int", "float")):
                 raise ValueError(f"`{name}` is {value!r}, expected {expected}{' or None' if others else ''}.")
             if kind == "float" and not 0 <= value < math.inf:
                 raise ValueError(f"`{name}` is {value}, expected a finite number of at least 0.")
-        if name == "rope_parameters" and not isinstance(value, (dict, type(None))):
-            raise ValueError(f"`rope_parameters` is {value!r}, expected a dictionary with `rope_theta`.")
+            if limits := known[name].metadata.get("range"):
+                lowest, highest = limits
+                if not lowest <= value <= highest:
+                    why = known[name].metadata["why"]
+                    raise ValueError(f"`{name}` is {value}, expected at least {lowest} and at most {highest}{why}.")
+
+    def _check_each_field(self) -> None:
+        self.check_fields({each.name: getattr(self, each.name) for each in fields(self)})
 
     def check(self) -> None:
         """Raise a `ValueError` if a field, or two together, have values that no drafter can have."""
-        self.check_fields({name: getattr(self, name) for name in self.own_fields()})
-        self._check_sizes()
-        self._check_functions()
-        self._check_reducer()
-
-    def _check_sizes(self) -> None:
+        self._check_each_field()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` is {self.num_attention_heads}, expected a multiple of `num_key_value_heads` "
@@ -275,10 +256,22 @@ class DrafterConfig(WithCode, PreTrainedConfig):
                 f"`draft_vocab_size` is {self.draft_vocab_size}, expected at most the `vocab_size` of "
                 f"{self.vocab_size}."
             )
-
-    def _check_functions(self) -> None:
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` is {self.hidden_act!r}, expected one of {', '.join(sorted(ACT2FN))}.")
+        self._check_rope()
+        if self.reducer not in REDUCERS:
+            raise ValueError(f"`reducer` is {self.reducer!r}, expected one of {tuple(REDUCERS)}.")
+        if self.any_streams and self.reducer != "stream_mean":
+            raise ValueError(f"`reducer` is {self.reducer!r}, expected 'stream_mean' with `any_streams`.")
+        check_layer_ids(self.target_layer_ids)
+        if self.has_gate and self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"`reducer={self.reducer!r}` needs equal widths, but the drafter's `hidden_size` is "
+                f"{self.hidden_size} and the target's {self.target_hidden_size}. Use `reducer='fc'` or the target's "
+                "width."
+            )
+
+    def _check_rope(self) -> None:
         rope = self.rope_parameters or {}
         kind, theta = rope.get("rope_type"), rope.get("rope_theta")
         if kind not in ("default", *ROPE_INIT_FUNCTIONS):
@@ -302,19 +295,6 @@ class DrafterConfig(WithCode, PreTrainedConfig):
                 f"`rope_parameters` is {rope}, expected what a `rope_type` of {kind!r} needs for heads of "
                 f"{self.head_dim} ({error!r})."
             ) from error
-
-    def _check_reducer(self) -> None:
-        if self.reducer not in REDUCERS:
-            raise ValueError(f"`reducer` is {self.reducer!r}, expected one of {tuple(REDUCERS)}.")
-        if self.any_streams and self.reducer != "stream_mean":
-            raise ValueError(f"`reducer` is {self.reducer!r}, expected 'stream_mean' with `any_streams`.")
-        check_layer_ids(self.target_layer_ids)
-        if self.has_gate and self.hidden_size != self.target_hidden_size:
-            raise ValueError(
-                f"`reducer={self.reducer!r}` needs equal widths, but the drafter's `hidden_size` is "
-                f"{self.hidden_size} and "
-                f"the target's {self.target_hidden_size}. Use `reducer='fc'` or the target's width."
-            )
 
     @property
     def has_gate(self) -> bool:

@@ -39,8 +39,7 @@ try:
             f"The drafter was saved by hf_hyperdflash {{MADE_BY}}, and {{__version__}} is installed, which is older: "
             "`pip install -U hf-hyperdflash`."
         )
-    from {config_module} import {config}  # noqa: F401
-    from {module} import {drafter}  # noqa: F401
+    from hf_hyperdflash import {config}, {drafter}  # noqa: F401
 except ImportError:
     from .{letter} import {config}, {drafter}  # noqa: F401
 '''
@@ -58,9 +57,8 @@ def carried_code(config: type, drafter: type, chosen: Mapping[str, str]) -> dict
     kind: str = config.model_type  # type: ignore[attr-defined]
     name = f"portable_{kind}"
     choice = _CHOICE.format(
-        letter=name, version=__version__, config_module=config.__module__, config=config.__name__,
-        module=drafter.__module__, drafter=drafter.__name__,
-    )  # fmt: skip
+        letter=name, version=__version__, config=config.__name__, drafter=drafter.__name__
+    )
     path = _ROOT / "portable" / f"{PORTABLE[kind]}.py"
     text = letter(path, [config.__name__, drafter.__name__], _ABOUT.format(version=__version__), chosen)
     return {f"modeling_{kind}.py": choice, f"{name}.py": text}

@@ -85,7 +85,7 @@ KINDS = (
         name="SpecBlock",
         model_type="specblock",
         drafter_path="drafters.unrolled.modeling_specblock.SpecBlockDrafter",
-        config_path="drafters.unrolled.configuration_specblock.SpecBlockConfig",
+        config_path="drafters.unrolled.configuration.SpecBlockConfig",
         drafts="up to {of.max_draft_tokens} tokens in {of.max_blocks} passes of {of.block_size}",
         sentences=(
             "It is a SpecBlock drafter: passes of {of.block_size} draft positions that know their "
@@ -103,7 +103,7 @@ KINDS = (
         article="an",
         model_type="eagle3",
         drafter_path="drafters.unrolled.modeling_eagle3.Eagle3Drafter",
-        config_path="drafters.unrolled.configuration_eagle3.Eagle3Config",
+        config_path="drafters.unrolled.configuration.Eagle3Config",
         drafts="up to {of.max_draft_tokens} tokens, a pass for each",
         sentences=(
             "It is an EAGLE-3 drafter: a pass drafts one token and goes on from its own state; its draft tree keeps "
@@ -137,7 +137,7 @@ KINDS = (
         article="an",
         model_type="deepseek_v4_mtp",
         drafter_path="drafters.deepseek_v4.modeling_mtp.DeepseekV4MTPDrafter",
-        config_path="drafters.deepseek_v4.configuration_mtp.DeepseekV4MTPConfig",
+        config_path="drafters.deepseek_v4.configuration.DeepseekV4MTPConfig",
         drafts="as many tokens as are asked for (3 if not said), a pass for each",
         sentences=("It is DeepSeek-V4's own multi-token-prediction block, on the target's pre-collapse residual.",),
         why_not_served="is read from its target's checkpoint, which {engine} drafts with by itself",
@@ -146,7 +146,7 @@ KINDS = (
         name="DSpark",
         model_type="deepseek_v4_dspark",
         drafter_path="drafters.deepseek_v4.modeling_dspark.DeepseekV4DSparkDrafter",
-        config_path="drafters.deepseek_v4.configuration_dspark.DeepseekV4DSparkConfig",
+        config_path="drafters.deepseek_v4.configuration.DeepseekV4DSparkConfig",
         drafts="{of.max_draft_tokens} tokens in one pass",
         sentences=(
             "It is DeepSeek-V4's DSpark drafter: {of.num_hidden_layers} V4 blocks over the mean of {of.layers}, each "

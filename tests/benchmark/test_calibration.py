@@ -27,7 +27,7 @@ from hf_hyperdflash.benchmark.calibration import (
     through,
 )
 from hf_hyperdflash.benchmark.report import print_calibration, write_calibration
-from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
+from hf_hyperdflash.drafters.deepseek_v4.configuration import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.features.fingerprint import module_fingerprint
 
 from ..conftest import MODELS, SLIDING, PerfectDrafter, prompt, tiny_config, tiny_drafter, tiny_target

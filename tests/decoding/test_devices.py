@@ -26,7 +26,7 @@ from hf_hyperdflash import (
     PromptLookupDrafter,
     bind,
 )
-from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
+from hf_hyperdflash.drafters.deepseek_v4.configuration import DeepseekV4DSparkConfig
 from hf_hyperdflash.targets.caches.deepseek_v4 import make_rewindable
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.training.features.fingerprint import target_fingerprint

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, HyperDFlashDrafter
-from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
+from hf_hyperdflash.drafters.deepseek_v4.configuration import DeepseekV4DSparkConfig
 from hf_hyperdflash.drafters.weights import check_finite, weight_files
 
 from ..conftest import tiny_config, tiny_drafter, tiny_target

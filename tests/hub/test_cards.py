@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, HyperDFlashDrafter, load_drafter
 from hf_hyperdflash.benchmark.report import measured
-from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
+from hf_hyperdflash.drafters.deepseek_v4.configuration import DeepseekV4DSparkConfig
 from hf_hyperdflash.hub.cards import Measured, drafter_card
 from hf_hyperdflash.hub.kinds import KINDS, describe, kind_in, kind_of, title
 

@@ -26,7 +26,7 @@ from hf_hyperdflash import (
     load_target,
 )
 from hf_hyperdflash.drafters.deepseek_v4.checkpoint import dequantize
-from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
+from hf_hyperdflash.drafters.deepseek_v4.configuration import DeepseekV4DSparkConfig
 from hf_hyperdflash.drafters.parts.heads import run_heads
 from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.drafters.weights import check_draft_ids

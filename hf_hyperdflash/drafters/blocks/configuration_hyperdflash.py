@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..configuration import DrafterConfig
+from ..configuration import DrafterConfig, within
 from ..parts.block_attention import CAUSAL_LAYERS, FULL, LAYER_KINDS, SLIDING, WINDOW_FROM, AttentionSpan
 from ..parts.heads import HEADS
 
@@ -59,33 +59,23 @@ class HyperDFlashConfig(DrafterConfig):
 
     model_type = "hyperdflash"
 
-    sliding_window: int | None = None
+    sliding_window: int | None = within(None, 1, 2**40, ", or None for no window")
     layer_types: list[str] | None = None
     causal_layers: str = "none"
     window_from: str = "anchor"
-    block_size: int = 7
+    block_size: int = within(7, 2, 2**12, ": the anchor and at least one draft position")
     sample_from_anchor: bool = False
     mask_token_id: int | None = 128799
     sequential_head: str = "none"
-    head_rank: int = 256
-    head_candidates: int | None = None
-    conv_kernel_size: int = 0
-    conv_group_size: int = 16
+    head_rank: int = within(256, 1, 2**14)
+    head_candidates: int | None = within(None, 0, 2**24, ", 0 for the whole vocabulary")
+    conv_kernel_size: int = within(0, 0, 2**6, ", 0 for no convolution")
+    conv_group_size: int = within(16, 1, 2**17)
     confidence_head: bool = False
     confidence_reads_token: bool = True
     confidence_temperatures: list[float] | None = None
 
     qk_norm = True
-    bounds = {
-        **DrafterConfig.bounds, "block_size": (2, 2**12), "sliding_window": (1, 2**40), "head_rank": (1, 2**14),
-        "head_candidates": (0, 2**24), "conv_kernel_size": (0, 2**6), "conv_group_size": (1, 2**17),
-    }  # fmt: skip
-    why = {
-        "block_size": ": the anchor and at least one draft position",
-        "sliding_window": ", or None for no window",
-        "head_candidates": ", 0 for the whole vocabulary",
-        "conv_kernel_size": ", 0 for no convolution",
-    }
 
     def _complete(self) -> None:
         if self.head_candidates is None and self.sequential_head in HEADS:
@@ -94,18 +84,11 @@ class HyperDFlashConfig(DrafterConfig):
 
     def check(self) -> None:
         super().check()
-        self._check_attention()
-        self._check_heads()
-
-    def _check_sizes(self) -> None:
-        super()._check_sizes()
         if not 0 <= (self.mask_token_id or 0) < self.vocab_size:
             raise ValueError(
                 f"`mask_token_id` is {self.mask_token_id}, outside the vocabulary of {self.vocab_size} tokens. "
                 "Pass the id of a token that never occurs in text, or None for a vector of the drafter's own."
             )
-
-    def _check_attention(self) -> None:
         kinds = self.layer_types
         if kinds is not None and not (
             isinstance(kinds, list) and len(kinds) == self.num_hidden_layers and set(kinds) <= set(LAYER_KINDS)
@@ -121,8 +104,6 @@ class HyperDFlashConfig(DrafterConfig):
             raise ValueError(
                 "`sliding_window` is None, but `layer_types` has sliding attention: expected its window, in tokens."
             )
-
-    def _check_heads(self) -> None:
         if self.sequential_head not in ("none", *HEADS):
             raise ValueError(f"`sequential_head` is {self.sequential_head!r}, expected one of {('none', *HEADS)}.")
         vocabulary = self.draft_vocab_size or self.vocab_size

@@ -34,7 +34,7 @@ from ..blocks.drafter import BlockDrafter
 from ..parts.heads import ConfidenceHead, MarkovHead
 from ..parts.layers import ContextLayer, KeysValues, Rotary
 from .checkpoint import MTPCheckpoint
-from .configuration_dspark import DeepseekV4DSparkConfig
+from .configuration import DeepseekV4DSparkConfig
 from .drafter import DeepseekV4Drafter
 
 

@@ -21,7 +21,7 @@ from ...targets.target import Target
 from ...trees.growth import DraftStep
 from ...trees.tree import DraftTree
 from ..sampling import DraftRequest, drafts_in_step, share_passes
-from .configuration_mtp import DeepseekV4MTPConfig
+from .configuration import DeepseekV4MTPConfig
 from .drafter import DeepseekV4Drafter, Rotary
 
 

@@ -20,7 +20,7 @@ from ...trees.growth import DraftStep, level_sizes
 from ...trees.tree import DraftTree
 from ..parts.layers import ContextLayer, DrafterRMSNorm, HyperDFlashAttention, HyperDFlashLayer, Rotary
 from ..sampling import DraftRequest, drafts_in_step
-from .configuration_eagle3 import Eagle3Config
+from .configuration import Eagle3Config
 from .drafter import UnrolledDrafter, Unrolling
 
 

@@ -14,7 +14,7 @@ from ...trees.tree import DraftTree
 from ..parts.layers import DrafterRMSNorm, HyperDFlashLayer
 from ..parts.rank_head import RankHead, rank_features
 from ..sampling import DraftRequest
-from .configuration_specblock import SpecBlockConfig
+from .configuration import SpecBlockConfig
 from .drafter import UnrolledDrafter, Unrolling
 from .rank_growth import Blocks, BlockStep, grow_blocks
 

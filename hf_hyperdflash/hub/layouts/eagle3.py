@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...drafters.unrolled.configuration_eagle3 import Eagle3Config
+from ...drafters.unrolled.configuration import Eagle3Config
 from .lines import EAGLE_IDS, NO_WINDOWS, ROPE, SOFT_CAP, eagle_config_ids, layer_ids, shape
 from .speculators import LAYERS, TARGET
 from .table import Entry, Fields, Given, Layout, same

@@ -3,7 +3,7 @@ layers it reads it mostly does not say: 1, n / 2 - 1 and n - 4, as EAGLE-3; else
 
 from __future__ import annotations
 
-from ...drafters.unrolled.configuration_specblock import SpecBlockConfig
+from ...drafters.unrolled.configuration import SpecBlockConfig
 from .eagle3 import target_layers
 from .lines import EAGLE_IDS, ROPE, SOFT_CAP, eagle_config_ids, layer_ids, shape
 from .table import Layout, marked, same

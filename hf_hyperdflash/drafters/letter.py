@@ -56,9 +56,7 @@ def carried_code(config: type, drafter: type, chosen: Mapping[str, str]) -> dict
     """Return the code that goes with a drafter of this package, by file names; `chosen` is as for [`letter`]."""
     kind: str = config.model_type  # type: ignore[attr-defined]
     name = f"portable_{kind}"
-    choice = _CHOICE.format(
-        letter=name, version=__version__, config=config.__name__, drafter=drafter.__name__
-    )
+    choice = _CHOICE.format(letter=name, version=__version__, config=config.__name__, drafter=drafter.__name__)
     path = _ROOT / "portable" / f"{PORTABLE[kind]}.py"
     text = letter(path, [config.__name__, drafter.__name__], _ABOUT.format(version=__version__), chosen)
     return {f"modeling_{kind}.py": choice, f"{name}.py": text}

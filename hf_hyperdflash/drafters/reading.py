@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import PurePath
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,11 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..targets.registry import check_layers, check_vocabulary
+from ..targets.registry import check_layers, check_vocabulary, target_of
 from ..targets.target import Target, soft_capped
 from ..trees.growth import DraftVocabulary
+from .configuration import SPECIAL_TOKENS
 from .saved import SavedDrafter
-from .weights import check_draft_ids
+from .weights import check_draft_ids, named_dtype
 
 _STATES_AT_ONCE = 64  # whose logits of the whole vocabulary are in memory
 _MOST_EXCESS, _HALVINGS = 1.0, 24  # nats above a uniform guess, and how often the norm is halved
@@ -31,6 +33,70 @@ class ReadingDrafter(SavedDrafter):
     norm: Any
     lm_head: torch.nn.Linear
     draft_ids: torch.Tensor
+
+    @classmethod
+    def from_target(
+        cls, target: PreTrainedModel, *, dtype: torch.dtype | str | None = None, **config_fields: Any
+    ) -> Any:
+        """Build an untrained drafter that fits a target.
+
+        Args:
+            target: The model to draft for. It is read, not changed. Of one on the meta device the drafter is there
+                too: sizes and counts without weights.
+            dtype: Of the drafter's weights (a gate stays float32), or its name; the target's residual stream's by
+                default.
+            **config_fields: Any field of the drafter's configuration, overriding what the target suggests.
+
+        Raises:
+            ValueError: If `target` is no target, or there is no such field or dtype.
+        """
+        kind, dtype, seen = cls.config_class, named_dtype(dtype), target_of(target)
+        kind.check_fields(config_fields)  # type: ignore[union-attr]
+        own = seen.config
+        width, head_dim = (
+            config_fields.get(name, value)
+            for name, value in (("hidden_size", own.hidden_size), ("head_dim", min(128, seen.head_dim)))
+        )
+        heads = max(1, width // head_dim)
+        suggested: dict[str, Any] = {
+            "vocab_size": own.vocab_size,
+            "hidden_size": width,
+            "head_dim": head_dim,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 4 if heads % 4 == 0 else heads,
+            "intermediate_size": 3 * width,
+            "rms_norm_eps": seen.norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": seen.rope_theta},
+            "max_position_embeddings": own.max_position_embeddings,
+            # An LM head of its own has no cap.
+            "final_logit_softcapping": None if config_fields.get("draft_vocab_size") else seen.soft_cap,
+            "hc_eps": seen.hc_eps,
+            "target_hidden_size": own.hidden_size,
+            "target_hc_mult": seen.streams,
+            "target_num_layers": own.num_hidden_layers,
+            "target_model_type": own.model_type,
+            "target_name_or_path": seen.model.config._name_or_path,
+            "target_revision": getattr(seen.model.config, "_commit_hash", None) or "",
+            **{name: getattr(own, name, None) for name in SPECIAL_TOKENS},
+        }
+        config: Any = kind(**{**suggested, **config_fields})  # type: ignore[misc]
+        check_pair(config, seen, cls.__name__, config.target_layer_ids)
+        device = cls.device_for(seen)
+        with torch.device("meta") if device.type == "meta" else nullcontext():
+            drafter: Any = cls(config)
+        drafter.to(device)
+        for name, part in drafter.named_children():
+            part.to(torch.float32 if name == "hc_gate" else dtype or seen.dtype)
+        if config.has_gate:
+            drafter.hc_gate.inherit(seen.gate())
+        if config.draft_vocab_size:
+            drafter.draft_only(seen, torch.arange(config.draft_vocab_size))
+        if seen.input_embedding.weight is seen.output_head.weight and device.type != "meta":
+            drafter._flatten_first_logits(seen)
+        return drafter.eval()
+
+    def _flatten_first_logits(self, target: Target) -> None:
+        """Make a fresh drafter's logits nearly flat ([`_flatten_logits`]) if the LM head is the target's embedding."""
 
     @property
     def target_layer_ids(self) -> list[int]:  # type: ignore[override]

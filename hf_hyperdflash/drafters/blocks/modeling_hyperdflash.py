@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,7 +12,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ...targets.mask_token import find_mask_token
 from ...targets.registry import target_of
 from ...targets.target import Target
-from ..configuration import SPECIAL_TOKENS
 from ..parts.heads import CONFIDENCE_HEADS, HEADS, ConfidenceHead
 from ..parts.layers import (
     CausalConvolution,
@@ -24,8 +22,6 @@ from ..parts.layers import (
     reset_reducer,
 )
 from ..parts.reducers import REDUCERS, HCGateReducer
-from ..reading import check_pair
-from ..weights import named_dtype
 from .configuration_hyperdflash import HyperDFlashConfig
 from .drafter import BlockDrafter
 
@@ -153,68 +149,35 @@ class HyperDFlashDrafter(HyperDFlashNetwork, BlockDrafter):
         """
         if type(num_draft_tokens) is not int or num_draft_tokens < 1:
             raise ValueError(f"`num_draft_tokens` is {num_draft_tokens!r}, expected an integer of at least 1.")
-        dtype = named_dtype(dtype)
         HyperDFlashConfig.check_fields(config_fields)
         seen = target_of(target)
         own = seen.config
-        width = config_fields.get("hidden_size", own.hidden_size)
-        obstacle = _gate_obstacle(seen, width)
+        # The paper's conditions for the gate (section 2.2).
+        obstacle = seen.why_ungated
+        if not obstacle and (width := config_fields.get("hidden_size", own.hidden_size)) != own.hidden_size:
+            obstacle = f"the drafter's hidden size {width} differs from the target's {own.hidden_size}"
         if reducer is None:
             reducer = "fc" if obstacle else "hc_gate"
             if obstacle:
                 logger.warning("HyperDFlash falls back to reducer='fc': %s.", obstacle)
         elif obstacle and reducer in REDUCERS and REDUCERS[reducer].has_gate:
             raise ValueError(f"`reducer={reducer!r}` cannot be used: {obstacle}. Pass `reducer='fc'` or leave it out.")
-        head_dim = config_fields.get("head_dim", min(128, seen.head_dim))
-        heads = max(1, width // head_dim)
         fields: dict[str, Any] = {
-            "vocab_size": own.vocab_size,
-            "hidden_size": width,
-            "head_dim": head_dim,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads // 4 if heads % 4 == 0 else heads,
-            "intermediate_size": 3 * width,
-            "rms_norm_eps": seen.norm_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": seen.rope_theta},
-            "max_position_embeddings": own.max_position_embeddings,
+            "reducer": reducer,
             # Engines' layouts, which are for targets with one stream, have no field for a window that all slots share.
             "sliding_window": None if seen.streams == 1 else min(2048, own.max_position_embeddings),
             "block_size": num_draft_tokens + (0 if config_fields.get("sample_from_anchor") else 1),
-            # An LM head of its own has no cap.
-            "final_logit_softcapping": None if config_fields.get("draft_vocab_size") else seen.soft_cap,
             "mask_token_id": find_mask_token(target, tokenizer) if mask_token_id is None else mask_token_id,
-            "hc_eps": seen.hc_eps,
-            "target_hidden_size": own.hidden_size,
-            "target_hc_mult": seen.streams,
-            "target_num_layers": own.num_hidden_layers,
-            "target_model_type": own.model_type,
-            "target_name_or_path": target.config._name_or_path,
-            "target_revision": getattr(target.config, "_commit_hash", None) or "",
-            **{name: getattr(own, name, None) for name in SPECIAL_TOKENS},
+            **config_fields,
         }
-        if seen.streams == 1 and config_fields.get("target_layer_ids") is None:
-            fields["target_layer_ids"] = _spread_layers(own, config_fields.get("num_hidden_layers"))
-            config_fields.pop("target_layer_ids", None)
+        if seen.streams == 1 and fields.get("target_layer_ids") is None:
+            fields["target_layer_ids"] = _spread_layers(own, fields.get("num_hidden_layers"))
             logger.warning(
                 "The drafter reads layers %s of the target's %d; `target_layer_ids` chooses others.",
                 ", ".join(map(str, fields["target_layer_ids"])),
                 own.num_hidden_layers,
             )
-        config = HyperDFlashConfig(reducer=reducer, **{**fields, **config_fields})
-        check_pair(config, seen, cls.__name__, config.target_layer_ids or [])
-        device = cls.device_for(seen)
-        with torch.device("meta") if device.type == "meta" else nullcontext():
-            drafter = cls(config)
-        if config.has_gate:
-            drafter.hc_gate.inherit(seen.gate())
-        for name, part in drafter.named_children():
-            # Not all at once: the gate would be rounded on its way.
-            part.to(device=device, dtype=torch.float32 if name == "hc_gate" else dtype or seen.dtype)
-        if config.draft_vocab_size:
-            drafter.draft_only(seen, torch.arange(config.draft_vocab_size))
-        if target.get_input_embeddings().weight is target.get_output_embeddings().weight:
-            drafter._flatten_first_logits(seen)
-        return drafter
+        return super().from_target(target, dtype=dtype, **fields)
 
     @torch.no_grad()
     def _flatten_first_logits(self, target: Target) -> None:
@@ -222,8 +185,6 @@ class HyperDFlashDrafter(HyperDFlashNetwork, BlockDrafter):
         give a high logit to the token that a slot reads, and training would begin with unlearning that. So every other
         weight of the norm changes its sign, which makes states unlike any embedding, and then the norm is scaled
         down."""
-        if self.device.type == "meta":
-            return
         self.norm.weight[1::2].neg_()
         config = self.config
         count = _ANCHORS if config.sample_from_anchor else 1
@@ -281,12 +242,3 @@ def _spread_layers(target: PreTrainedConfig, drafter_layers: int | None) -> list
     if count == 1:
         return [layers // 2]
     return sorted({round(1 + i * (layers - 4) / (count - 1)) for i in range(count)})
-
-
-def _gate_obstacle(target: Target, width: int) -> str | None:
-    """Return the reason why the gate cannot be inherited (the paper's conditions, section 2.2), or `None`."""
-    if target.why_ungated:
-        return target.why_ungated
-    if width != target.config.hidden_size:
-        return f"the drafter's hidden size {width} differs from the target's {target.config.hidden_size}"
-    return None

@@ -24,7 +24,6 @@ from ...targets.target import Target
 from ...trees.growth import AskedDrafts, GrownChains, GrownNodes
 from ...trees.padding import Padding
 from ...trees.tree import DraftTree
-from ..configuration import SPECIAL_TOKENS
 from ..parts.entry_context import EntryBatch, EntryContext
 from ..parts.fixed_context import FixedBuffers, FixedEntries
 from ..parts.heads import HeadOutput
@@ -37,9 +36,8 @@ from ..parts.layers import (
     reset_reducer,
 )
 from ..parts.reducers import REDUCERS
-from ..reading import ReadingDrafter, check_pair
+from ..reading import ReadingDrafter
 from ..sampling import DraftRequest, asked_of_a_graph, drafts_of, share_passes
-from ..weights import named_dtype
 from .configuration import UnrolledConfig
 from .unrolling import CompiledUnrolling, Unrolling, draft_best, width_of_pass
 
@@ -113,36 +111,29 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
             ValueError: If it is no target, there is no such field, or an embedding of its own is to be of another
                 width than the target's.
         """
-        kind, seen = cast(type[UnrolledConfig], cls.config_class), target_of(target)
-        kind.check_fields(config_fields)
-        fields = {**fields_of(seen), **config_fields}
-        reducer = REDUCERS.get(str(config_fields.get("reducer")))
-        if reducer is not None and reducer.has_gate and "target_layer_ids" not in config_fields:
-            fields["target_layer_ids"] = [-1]
-        if not fields.get("draft_vocab_size"):  # then it has the target's LM head
-            fields.setdefault("final_logit_softcapping", seen.soft_cap)
-        config = kind(**fields)
-        check_pair(config, seen, cls.__name__, config.target_layer_ids or [])
-        if config.own_embedding and config.hidden_size != config.target_hidden_size:
+        cast(type[UnrolledConfig], cls.config_class).check_fields(config_fields)
+        seen = target_of(target)
+        width, layers = seen.config.hidden_size, seen.config.num_hidden_layers
+        if config_fields.get("own_embedding") and config_fields.get("hidden_size", width) != width:
             raise ValueError(
-                f"`hidden_size` is {config.hidden_size} and `own_embedding` True, expected "
-                f"{config.target_hidden_size}, the target's width: a new drafter's own embedding is the target's."
+                f"`hidden_size` is {config_fields['hidden_size']} and `own_embedding` True, expected {width}, the "
+                "target's width: a new drafter's own embedding is the target's."
             )
-        drafter: Any = cls(config)
-        drafter = drafter.to(device=cls.device_for(seen), dtype=named_dtype(dtype) or seen.dtype)
-        if config.has_gate:
-            drafter.hc_gate.float().inherit(seen.gate())
-        if config.draft_vocab_size:
-            drafter.draft_only(seen, torch.arange(config.draft_vocab_size))
-        if config.own_embedding:
+        reducer = REDUCERS.get(config_fields.get("reducer", ""))
+        if reducer is not None and reducer.has_gate:
+            read = [-1]
+        else:
+            read = usual_layers(layers) if layers > 7 else sorted({0, (layers - 1) // 2})
+        drafter = super().from_target(target, dtype=dtype, **{"target_layer_ids": read, **config_fields})
+        if drafter.config.own_embedding:
             with torch.no_grad():
-                drafter.embed_tokens.weight.copy_(seen.embed(torch.arange(config.vocab_size)[None])[0])
-        is_tied = target.get_input_embeddings().weight is target.get_output_embeddings().weight
-        if is_tied and drafter.device.type != "meta":
-            states = torch.randn(_FRESH_STATES, config.hidden_size, generator=torch.Generator().manual_seed(0))
-            states = states.to(drafter.device, drafter.dtype)
-            drafter._flatten_logits(lambda: drafter.drafted_logits(seen, drafter.norm(states)))
-        return drafter.eval()
+                drafter.embed_tokens.weight.copy_(seen.embed(torch.arange(drafter.config.vocab_size)[None])[0])
+        return drafter
+
+    def _flatten_first_logits(self, target: Target) -> None:
+        states = torch.randn(_FRESH_STATES, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        states = states.to(self.device, self.dtype)
+        self._flatten_logits(lambda: self.drafted_logits(target, self.norm(states)))
 
     # What a subclass says
 
@@ -479,32 +470,3 @@ def usual_layers(layers: int) -> list[int]:
             "of at least 8 layers, the drafter's own."
         )
     return ids
-
-
-def fields_of(target: Target) -> dict[str, Any]:
-    """Return the fields of a drafter's configuration that a target suggests: heads and widths like its own, and the
-    three layers that EAGLE-3 and SpecBlock read."""
-    own = target.config
-    head_dim = min(128, target.head_dim)
-    heads = max(1, own.hidden_size // head_dim)
-    layers = own.num_hidden_layers
-    return {
-        "vocab_size": own.vocab_size,
-        "hidden_size": own.hidden_size,
-        "head_dim": head_dim,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 4 if heads % 4 == 0 else heads,
-        "intermediate_size": 3 * own.hidden_size,
-        "rms_norm_eps": target.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": target.rope_theta},
-        "max_position_embeddings": own.max_position_embeddings,
-        "hc_eps": target.hc_eps,
-        "target_layer_ids": usual_layers(layers) if layers > 7 else sorted({0, (layers - 1) // 2}),
-        "target_hidden_size": own.hidden_size,
-        "target_hc_mult": target.streams,
-        "target_num_layers": layers,
-        "target_model_type": own.model_type,
-        "target_name_or_path": target.model.config._name_or_path,
-        "target_revision": getattr(target.model.config, "_commit_hash", None) or "",
-        **{name: getattr(own, name, None) for name in SPECIAL_TOKENS},
-    }

@@ -5,9 +5,9 @@ that their `crop` does not touch, so a rejected draft stays in it; the stock sli
 cropped twice in a row. The layers here also keep, while recording is on, what has left that state recently: keys
 behind the sliding window, and the projections and overlaps of closed windows. `crop` cuts the end off each of them.
 
-Beside `crop` there is `begin_tree` and `accept`, by which a layer stays as it was until a tree's path is chosen. Neither
-can do the other's work: a crop takes back any number of forwards that nobody announced, those of a DeepSeek-V4 that
-drafts as stock transformers' assistant for example, and no crop can leave one of several paths.
+Beside `crop` there are `begin_tree` and `accept`, by which a layer stays as it was until a tree's path is chosen.
+Neither can do the other's work: a crop takes back any number of forwards that nobody announced, those of a DeepSeek-V4
+that drafts as stock transformers' assistant for example, and no crop can leave one of several paths.
 
 How far back a crop can go depends on the tokens alone, not on the kind of layer or its windows: `max_rewind` tokens
 from the longest sequence seen, and never past what came before recording. So all layers of a cache refuse the same

@@ -25,7 +25,7 @@ from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
 from ..targets.caches.slot_forward import CompiledForwards, CompiledGraphs
 from ..targets.fused import Fusion
 from ..targets.hooks import ResidualCapture, ResidualTap
-from ..targets.registry import check_layers, check_without_virtual_tokens, is_bound, is_drafter, target_of
+from ..targets.registry import check_without_virtual_tokens, is_bound, is_drafter, target_of
 from ..targets.rope_switch import check_restart
 from ..targets.target import Target
 from ..version import __version__
@@ -395,7 +395,7 @@ def _switch_fusion(target: BoundTarget, fuse: bool, unbind_on_error: bool) -> No
 def _check_bindable(target: Target) -> None:
     """Raise a `ValueError` if a target cannot run, if its layers cannot be read, or if its cache cannot be rewound."""
     target.check_computes()
-    check_layers(target)
+    target.check_layers()
     if target.why_not_rewindable:
         raise ValueError(
             f"A {type(target.model).__name__} {target.why_not_rewindable}, so drafts that the target rejects could "

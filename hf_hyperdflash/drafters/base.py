@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..targets.caches.slot_forward import CompiledForwards
-from ..targets.registry import check_layers, check_vocabulary
 from ..targets.target import Target
+from ..targets.vocabulary import check_vocabulary
 from ..trees.tree import DraftTree
 from ..upper import upper
 from .parts.fixed_context import CompiledContext
@@ -103,13 +103,30 @@ class Drafter:
     # The methods of a drafter
 
     def check_target(self, target: Target) -> None:
-        """Raise a `ValueError` that names both values if the drafter does not fit `target`. A subclass with a check of
-        its own calls this one, too: whether the layers that it reads can be read, and token ids mean the same. A check
-        changes neither: the drafter may be bound to other targets."""
-        check_layers(target, self.layers_read(target))
-        name = getattr(self.config, "target_name_or_path", "")
-        fix = f"Load the drafter's own target{f', {name}' if name else ''}, or a drafter of this one."
+        """Raise a `ValueError` that names both values if the drafter does not fit `target`: if its layers cannot be
+        read, token ids do not mean the same, or sizes differ ([`target_sizes`]). A subclass with a check of its own
+        calls this one, too. A check changes neither: the drafter may be bound to other targets."""
+        target.check_layers(self.layers_read(target))
+        name, kind = (getattr(self.config, f"target_{what}", "") for what in ("name_or_path", "model_type"))
+        whose = f", {name}" if name else f", a {kind} model" if kind else ""
+        make = f" `{type(self).__name__}.from_target(target)` makes one," if hasattr(self, "from_target") else ""
+        fix = (
+            f"Load the drafter's own target{whose}, or a drafter of this one:{make} `hf-hyperdflash drafters TARGET` "
+            "lists the published ones."
+        )
         check_vocabulary(self.config, target, fix)
+        found = {"hidden_size": target.config.hidden_size, "hc_mult": target.streams}
+        for what, size in self.target_sizes().items():
+            if size != found[what]:
+                raise ValueError(
+                    f"The drafter was made for a target with `{what}` {size}, but this target's is {found[what]}. "
+                    + fix
+                )
+
+    def target_sizes(self) -> dict[str, int]:
+        """Return the `hidden_size` and the `hc_mult`, the number of residual streams, that a target must have; those
+        that do not matter are left out."""
+        return {}
 
     def layers_read(self, target: Target) -> Sequence[int]:
         """Return the layers of a target whose residual streams it reads: `target_layer_ids`, unless a subclass chooses

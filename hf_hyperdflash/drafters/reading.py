@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import PurePath
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..targets.registry import check_layers, check_vocabulary, target_of
+from ..targets.registry import target_of
 from ..targets.target import Target, soft_capped
 from ..trees.growth import DraftVocabulary
 from .configuration import SPECIAL_TOKENS
 from .saved import SavedDrafter
 from .weights import check_draft_ids, named_dtype
+
+logger = logging.getLogger(__name__)
 
 _STATES_AT_ONCE = 64  # whose logits of the whole vocabulary are in memory
 _MOST_EXCESS, _HALVINGS = 1.0, 24  # nats above a uniform guess, and how often the norm is halved
@@ -80,10 +82,10 @@ class ReadingDrafter(SavedDrafter):
             **{name: getattr(own, name, None) for name in SPECIAL_TOKENS},
         }
         config: Any = kind(**{**suggested, **config_fields})  # type: ignore[misc]
-        check_pair(config, seen, cls.__name__, config.target_layer_ids)
         device = cls.device_for(seen)
         with torch.device("meta") if device.type == "meta" else nullcontext():
             drafter: Any = cls(config)
+        drafter.check_target(seen)
         drafter.to(device)
         for name, part in drafter.named_children():
             part.to(torch.float32 if name == "hc_gate" else dtype or seen.dtype)
@@ -109,8 +111,37 @@ class ReadingDrafter(SavedDrafter):
         return self.config.max_draft_tokens
 
     def check_target(self, target: Target) -> None:
-        """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
-        check_pair(self.config, target, type(self).__name__, self.layers_read(target))
+        """Raise a `ValueError` that names both values if the drafter does not fit `target`; warn where only its name
+        differs."""
+        super().check_target(target)
+        config = self.config
+        cap = getattr(config, "final_logit_softcapping", None)
+        if cap not in (None, target.soft_cap) and not config.draft_vocab_size:
+            raise ValueError(
+                f"The drafter was made for a target with `final_logit_softcapping` {cap}, but this target's is "
+                f"{target.soft_cap}. Load the drafter's own target."
+            )
+        if (getattr(config, "mask_token_id", None) or 0) >= target.config.vocab_size:
+            raise ValueError(
+                f"The drafter's mask token {config.mask_token_id} is outside the target's vocabulary of "
+                f"{target.config.vocab_size}."
+            )
+        names = config.target_name_or_path, target.model.config._name_or_path
+        made_for, given = (PurePath(name).name for name in names)
+        said = _said.setdefault(target.model, set())
+        if made_for and given and made_for.lower() != given.lower() and made_for not in said:
+            said.add(made_for)
+            logger.warning(
+                "The drafter was made for %r and is used with %r: the text stays the target's own, but fewer drafts "
+                "may be accepted.",
+                *names,
+            )
+
+    def target_sizes(self) -> dict[str, int]:
+        sizes = {"hidden_size": self.config.target_hidden_size, "hc_mult": self.config.target_hc_mult}
+        if getattr(self.config, "any_streams", False):
+            del sizes["hc_mult"]
+        return sizes
 
     def check_trainable(self, target: Target) -> None:
         """Raise a `ValueError` if the drafter cannot be trained for `target`. Trainers call it."""
@@ -271,64 +302,3 @@ class ReadingDrafter(SavedDrafter):
         head = target.output_head
         is_offloaded = head.weight.is_meta and hasattr(head, "_hf_hook")
         return torch.device("cpu") if is_offloaded else head.weight.device
-
-
-logger = logging.getLogger(__name__)
-
-
-def check_pair(config: PreTrainedConfig, target: Target, drafter: str, layer_ids: Sequence[int]) -> None:
-    """Check that a drafter's configuration fits a target; warn where only the target's name differs.
-
-    Args:
-        config: The drafter's.
-        target: The target.
-        drafter: The name of the drafter's class, for the message.
-        layer_ids: The layers of the target that the drafter reads.
-
-    Raises:
-        ValueError: Naming both values, if they cannot work together.
-    """
-    own = target.config
-    kind = getattr(config, "target_model_type", "")
-    kind = f", a {kind} model," if kind else ""
-    fix = (
-        f"Load the drafter's own target{kind} or make a drafter with `{drafter}.from_target(target)`; "
-        "`hf-hyperdflash drafters TARGET` lists the published ones."
-    )
-    check_vocabulary(config, target, fix)
-    streams = target.streams if getattr(config, "any_streams", False) else config.target_hc_mult
-    for what, drafters, targets in (
-        ("hidden_size", config.target_hidden_size, own.hidden_size),
-        ("hc_mult", streams, target.streams),
-    ):
-        if drafters != targets:
-            raise ValueError(
-                f"The drafter was made for a target with `{what}` {drafters}, but this target's is {targets}. {fix}"
-            )
-    cap = getattr(config, "final_logit_softcapping", None)
-    if cap not in (None, target.soft_cap) and not config.draft_vocab_size:
-        raise ValueError(
-            f"The drafter was made for a target with `final_logit_softcapping` {cap}, but this target's is "
-            f"{target.soft_cap}. Load the drafter's own target{kind}."
-        )
-    deepest = max(layer_ids)
-    if own.num_hidden_layers and deepest >= own.num_hidden_layers:  # loaded without layers: for its head alone
-        raise ValueError(
-            f"The drafter reads layers {list(layer_ids)}, but this target's are 0 to "
-            f"{own.num_hidden_layers - 1} (-1 for the last)."
-        )
-    check_layers(target, layer_ids)
-    if (getattr(config, "mask_token_id", None) or 0) >= own.vocab_size:
-        raise ValueError(
-            f"The drafter's mask token {config.mask_token_id} is outside the target's vocabulary of {own.vocab_size}."
-        )
-    made_for, given = PurePath(config.target_name_or_path).name, PurePath(target.model.config._name_or_path).name
-    said = _said.setdefault(target.model, set())
-    if made_for and given and made_for.lower() != given.lower() and made_for not in said:
-        said.add(made_for)
-        logger.warning(
-            "The drafter was made for %r and is used with %r: the text stays the target's own, but fewer drafts may "
-            "be accepted.",
-            config.target_name_or_path,
-            target.model.config._name_or_path,
-        )

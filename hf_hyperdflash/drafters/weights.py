@@ -301,16 +301,15 @@ def _why_untrained(tensor: torch.Tensor) -> str:
         return ""
     if (some == tensor[0]).all() and (tensor == tensor[0]).all():
         return "has the same row for every token"
-    return "is noise, as it was made" if min(tensor.shape) >= _FEWEST and _is_noise(some.float()) else ""
-
-
-def _is_noise(rows: torch.Tensor) -> bool:
-    """Return whether the numbers are independent of each other: rows and columns differ in size just as much as chance
-    makes them differ, and the mean row is as near to 0 as chance leaves it. Training changes one of these many times
-    over."""
+    if min(tensor.shape) < _FEWEST:
+        return ""
+    # Noise is numbers that are independent of each other: rows and columns differ in size just as much as chance makes
+    # them differ, and the mean row is as near to 0 as chance leaves it. Training changes one of these many times over.
+    rows = some.float()
     count, width = rows.shape
     squares = rows.square() / rows.square().mean()
     of_one = squares.var()  # of the mean of n numbers it is n times smaller
     by_columns, by_rows = squares.mean(0).var() * count / of_one, squares.mean(1).var() * width / of_one
     centre = rows.mean(0).square().mean() / rows.square().mean() * count
-    return all(0.5 < float(ratio) < 2 for ratio in (by_columns, by_rows, centre))
+    is_noise = all(0.5 < float(ratio) < 2 for ratio in (by_columns, by_rows, centre))
+    return "is noise, as it was made" if is_noise else ""

@@ -8,6 +8,7 @@ round's indexers choose the entries that they would choose for one token at a ti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from typing import Any, cast
@@ -28,13 +29,18 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from ..trees.layout import TreeLayout
-from .caches.deepseek_v4 import DEFAULT_MAX_REWIND, RewindableHCACacheLayer, RewindableKeys, make_rewindable
+from .caches.deepseek_v4 import (
+    DEFAULT_MAX_REWIND,
+    RewindableHCACacheLayer,
+    RewindableSlidingCacheLayer,
+    make_rewindable,
+)
 from .caches.protocols import RewindableCache, RewindableLayer
 from .caches.tree_state import TreeState, best_visible
+from .families import HyperConnected, read_gate
 from .fused import Kernel, rms_norm
 from .gate import stream_gates
 from .hooks import PerThread
-from .hyper_connections import HyperConnected, read_gate
 from .target import TreeVerification, Trunk
 
 # This vocabulary has no mask token; the id is what DeepSeek's own DSpark drafter masks with.
@@ -159,11 +165,11 @@ class DeepseekV4(HyperConnected):
         return all(getattr(layer, "can_verify_trees", False) for layer in cache.layers)
 
     def begin_tree(self, cache: RewindableCache, layout: TreeLayout) -> None:
-        for layer in cast("list[RewindableKeys]", cache.layers):
+        for layer in cast("list[RewindableSlidingCacheLayer]", cache.layers):
             layer.begin_tree(layout)
 
     def accept(self, cache: RewindableCache, layout: TreeLayout, accepted: list[int]) -> None:
-        for layer in cast("list[RewindableKeys]", cache.layers):
+        for layer in cast("list[RewindableSlidingCacheLayer]", cache.layers):
             layer.accept(accepted)
 
     def abort_forward(self, cache: RewindableCache, start: int) -> None:
@@ -180,11 +186,11 @@ class DeepseekV4(HyperConnected):
         handles = super().register_hooks()
         for module in self.model.modules():
             if isinstance(module, DeepseekV4Indexer):
-                scored = partial(_scored, self.rounds, module)
-                handles.append(module.scorer.register_forward_hook(scored))
-                handles.append(module.register_forward_hook(partial(_chosen, self.rounds)))
+                remember = partial(_in_rounds, _remember, self.rounds, module)
+                handles.append(module.scorer.register_forward_hook(remember))
+                handles.append(module.register_forward_hook(partial(_in_rounds, _choose_again, self.rounds)))
             elif isinstance(module, DeepseekV4HCACompressor):
-                handles.append(module.register_forward_hook(partial(_compressed, self.rounds)))
+                handles.append(module.register_forward_hook(partial(_in_rounds, _see_own_path, self.rounds)))
         return handles
 
 
@@ -196,23 +202,15 @@ CompressorInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Cache | None,
 Compressed = tuple[torch.Tensor, torch.Tensor | None]  # entries, and the bias of the attention to them
 
 
-def _scored(
-    rounds: Rounds, indexer: nn.Module, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
-) -> None:
-    if rounds:  # a function of its own, so that a compiled indexer stays one graph where nothing is verified
-        _remember(rounds, indexer, output)
-
-
-def _chosen(rounds: Rounds, indexer: DeepseekV4Indexer, args: CompressorInputs, output: torch.Tensor) -> torch.Tensor:
-    return _choose_again(rounds, indexer, args, output) if rounds else output
-
-
-def _compressed(rounds: Rounds, compressor: nn.Module, args: CompressorInputs, output: Compressed) -> Compressed:
-    return _see_own_path(args, output) if rounds else output
+def _in_rounds(act: Callable[..., Any], rounds: Rounds, *args: Any) -> Any:
+    """Act on a module's output where a thread verifies drafts. Elsewhere a compiled module stays one graph."""
+    return act(rounds, *args) if rounds else None
 
 
 @torch.compiler.disable  # as the hooks that capture the residual
-def _remember(rounds: Rounds, indexer: nn.Module, scores: torch.Tensor) -> None:
+def _remember(
+    rounds: Rounds, indexer: nn.Module, scorer: nn.Module, args: tuple[torch.Tensor, ...], scores: torch.Tensor
+) -> None:
     for round_ in rounds.get(get_ident(), ())[-1:]:
         round_[indexer] = scores
 
@@ -233,7 +231,7 @@ def _choose_again(
 
 
 @torch.compiler.disable
-def _see_own_path(args: CompressorInputs, output: Compressed) -> Compressed:
+def _see_own_path(rounds: Rounds, compressor: nn.Module, args: CompressorInputs, output: Compressed) -> Compressed:
     tree, (entries, bias) = _tree_state(args), output
     if tree is None or bias is None:
         return output
@@ -272,6 +270,3 @@ def one_token_entries(
         found = scores[..., :count].topk(min(top_k, count), dim=-1).indices
         chosen = torch.where(counts == count, F.pad(found, (0, top_k - found.shape[-1]), value=-1), chosen)
     return chosen
-
-
-FAMILIES = (DeepseekV4,)

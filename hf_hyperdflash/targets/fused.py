@@ -44,11 +44,6 @@ Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of a module
 Kernel = Callable[[Any, torch.Tensor], Outputs]  # does a module's forward
 
 
-def sinkhorn_connections(model: nn.Module) -> dict[nn.Module, Kernel]:
-    """Return a model's hyper-connections that have Sinkhorn iterations, each with its kernel."""
-    return {module: hyper_connection for module in model.modules() if hasattr(module, "hc_sinkhorn_iters")}
-
-
 class FusedForward:
     """The `forward` of a module whose work a kernel can do, in the instance itself."""
 

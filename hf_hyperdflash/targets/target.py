@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
@@ -15,7 +16,7 @@ from .attention_masks import MASKED_IMPLEMENTATIONS
 from .caches.linear import CallRecorder, make_linear_rewindable
 from .caches.protocols import RewindableCache, RewindableLayer
 from .fused import Kernel
-from .hooks import PerThread
+from .hooks import EMBEDDINGS, PerThread
 from .rope_switch import rope_switch_of
 
 TreeVerification = Literal["mask", "fork", "chain"]
@@ -218,6 +219,34 @@ class Target:
 
     def check_computes(self) -> None:
         """Raise a `ValueError` if the installed transformers cannot run the target in the dtype that it has."""
+
+    def check_layers(self, layer_ids: Sequence[int] = ()) -> None:
+        """Raise a `ValueError` if a drafter cannot read these layers (-1 for the last) because there are none such or
+        their output is not one state for each token of a prompt, or if nothing can be drafted for the target at
+        all."""
+        own, count = self.config, len(self.layers)
+        if count and max(layer_ids, default=0) >= count:  # a target without layers was loaded for its head alone
+            raise ValueError(
+                f"The drafter reads layers {list(layer_ids)}, but this target's are 0 to {count - 1} (-1 for the "
+                "last)."
+            )
+        loops = max(getattr(own, name, 1) for name in ("n_recurrent_loops", "loop_num_passes"))
+        if loops > 1:
+            raise ValueError(
+                f"A {own.model_type} target runs layers {loops} times for each token, and a drafter can neither read "
+                "them nor be taken back from what its cache keeps of each time: generate with it as it is."
+            )
+        streams, shared = getattr(own, "altup_num_inputs", 1), getattr(own, "num_kv_shared_layers", 0) or 0
+        why, fix = "", "Use prompt lookup (`PromptLookupDrafter`), which reads no layer"
+        if streams > 1:
+            why = f"each hands on {streams} streams (AltUp)"
+        elif shared and any(i != EMBEDDINGS and i % count >= count - shared for i in layer_ids):
+            why = f"from {count - shared} on they use keys of earlier ones, and only a prompt's last token runs them"
+            fix += f", or read some of 0 to {count - shared - 1} (`target_layer_ids`)"
+        if why and layer_ids:
+            raise ValueError(
+                f"The drafter reads layers {list(layer_ids)} of a {own.model_type} target, but {why}. {fix}."
+            )
 
     # Removing rejected drafts
 

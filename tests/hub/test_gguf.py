@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.hub.gguf import name_in_gguf
 from hf_hyperdflash.hub.loading import check_made_for
-from hf_hyperdflash.targets.mask_token import find_mask_token
+from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.targets.vocabulary import find_mask_token
 
 from ..conftest import tiny_drafter
 from ..helpers.commands import run
@@ -140,7 +141,7 @@ def test_a_mask_token_is_found_in_the_files_vocabulary(tmp_path, caplog):
     target, tokenizer = chatting_llama()
     tokenizer.chat_template = "{{ messages }}"
     write_gguf(tmp_path / "chat.gguf", target, tokenizer)
-    loaded = load_target(tmp_path / "chat.gguf", dtype="float32")
+    loaded = target_of(load_target(tmp_path / "chat.gguf", dtype="float32"))
     assert find_mask_token(loaded) == find_mask_token(loaded, load_tokenizer(tmp_path / "chat.gguf"))
 
 

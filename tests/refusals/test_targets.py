@@ -29,8 +29,8 @@ from hf_hyperdflash.targets.caches.deepseek_v4 import (
 )
 from hf_hyperdflash.targets.caches.linear import RewindableLinearLayer, make_linear_rewindable
 from hf_hyperdflash.targets.caches.name import CACHE
-from hf_hyperdflash.targets.mask_token import find_mask_token
 from hf_hyperdflash.targets.registry import is_bound, target_of
+from hf_hyperdflash.targets.vocabulary import find_mask_token
 from hf_hyperdflash.training.losses.objective import BlockObjective
 
 from ..conftest import prompt, tiny_config, tiny_drafter, tiny_target
@@ -287,7 +287,7 @@ REFUSED = {
         )
     },
     "a tokenizer that is none": Refusal(
-        lambda _: find_mask_token(tiny_target(), "words"), ("`tokenizer`", "'words'", "AutoTokenizer")
+        lambda _: find_mask_token(target_of(tiny_target()), "words"), ("`tokenizer`", "'words'", "AutoTokenizer")
     ),
     **{
         f"a crop by {count} of a {kind} layer, {'recording' if recording else 'not recording'}": Refusal(

@@ -7,7 +7,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from hf_hyperdflash import HyperDFlashDrafter
-from hf_hyperdflash.targets.mask_token import find_mask_token
+from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.targets.vocabulary import find_mask_token
 
 from ..conftest import tiny_target
 from ..helpers.families import gpt_oss
@@ -51,7 +52,7 @@ def test_the_best_there_is(name, target, caplog):
     target.config.pad_token_id = None
     with caplog.at_level(logging.WARNING):
         drafter = HyperDFlashDrafter.from_target(target, tokenizer=tokenizer, num_hidden_layers=1)
-    assert drafter.config.mask_token_id == find_mask_token(target, tokenizer) == expected
+    assert drafter.config.mask_token_id == find_mask_token(target_of(target), tokenizer) == expected
     (told,) = [line for line in caplog.messages if "mask" in line][:1]
     assert "\n" not in told and word in told and "mask_token_id" in told
     assert (f"mask token is {expected}," in told) if expected else ("64 tokens" in told)
@@ -60,20 +61,20 @@ def test_the_best_there_is(name, target, caplog):
 
 
 def test_padding_is_the_last_resort_and_no_mask_where_generation_stops_at_it(target, tmp_path, caplog):
-    assert find_mask_token(target) == 0  # `tiny_config` pads with 0 and ends with nothing
+    assert find_mask_token(target_of(target)) == 0  # `tiny_config` pads with 0 and ends with nothing
     target.config.pad_token_id = None
-    assert find_mask_token(target) is None
+    assert find_mask_token(target_of(target)) is None
     assert "whose tokenizer is not known (pass `tokenizer`)" in caplog.text
     target.generation_config.eos_token_id = [5, 3]
-    assert find_mask_token(target, tokenizer_of(64, pad_token="t3")) is None
+    assert find_mask_token(target_of(target), tokenizer_of(64, pad_token="t3")) is None
     target.config._name_or_path = str(tmp_path)
     tokenizer_of(50).save_pretrained(tmp_path)
-    assert find_mask_token(target) == 50  # by the tokenizer beside the weights
+    assert find_mask_token(target_of(target)) == 50  # by the tokenizer beside the weights
 
 
 @pytest.mark.parametrize(("family", "size", "own"), [(tiny_target, 129280, 128799), (gpt_oss, 201088, 200000)])
 def test_families_that_have_one_of_their_own(family, size, own):
     target = family()
-    assert find_mask_token(target) == target.config.pad_token_id
+    assert find_mask_token(target_of(target)) == target.config.pad_token_id
     target.config.vocab_size, target.config.pad_token_id = size, size - 1
-    assert find_mask_token(target) == own
+    assert find_mask_token(target_of(target)) == own

@@ -186,10 +186,10 @@ def test_of_several_processes_one_tells_of_loading(process, monkeypatch, caplog)
     done = CliRunner().invoke(app, ["train", "--stage", "x"])
     assert ("Loading PyTorch" in done.stderr) is (process == 0)
     with _quiet_output(SimpleNamespace(process_index=process, disable_tqdm=True)):
-        logging.getLogger("hf_hyperdflash.targets.mask_token").warning("The drafter's mask token is 3")
+        logging.getLogger("hf_hyperdflash.targets.vocabulary").warning("The drafter's mask token is 3")
         assert not datasets.utils.is_progress_bar_enabled()
     assert len(caplog.messages) == 1 - process and datasets.utils.is_progress_bar_enabled()
-    logging.getLogger("hf_hyperdflash.targets.mask_token").warning("again")
+    logging.getLogger("hf_hyperdflash.targets.vocabulary").warning("again")
     assert caplog.messages[-1] == "again"
 
 

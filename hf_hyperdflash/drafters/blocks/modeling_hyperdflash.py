@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...targets.mask_token import find_mask_token
 from ...targets.registry import target_of
 from ...targets.target import Target
+from ...targets.vocabulary import find_mask_token
 from ..parts.heads import CONFIDENCE_HEADS, HEADS, ConfidenceHead
 from ..parts.layers import (
     CausalConvolution,
@@ -133,7 +133,7 @@ class HyperDFlashDrafter(HyperDFlashNetwork, BlockDrafter):
                 too: sizes and counts without weights.
             reducer: One of [`HyperDFlashConfig`]'s, or `None` for the gate where the paper's conditions hold (a gated
                 collapse in the target, equal widths) and the `fc` fallback, with a logged reason, where not.
-            mask_token_id: A token that no text has; found by [`~targets.mask_token.find_mask_token`] if left out, and
+            mask_token_id: A token that no text has; found by [`~targets.vocabulary.find_mask_token`] if left out, and
                 where there is none the drafter has a mask vector of its own.
             tokenizer: The target's, for that; the one beside its weights if left out.
             num_draft_tokens: Drafted tokens per round, the block size less the anchor.
@@ -167,7 +167,7 @@ class HyperDFlashDrafter(HyperDFlashNetwork, BlockDrafter):
             # Engines' layouts, which are for targets with one stream, have no field for a window that all slots share.
             "sliding_window": None if seen.streams == 1 else min(2048, own.max_position_embeddings),
             "block_size": num_draft_tokens + (0 if config_fields.get("sample_from_anchor") else 1),
-            "mask_token_id": find_mask_token(target, tokenizer) if mask_token_id is None else mask_token_id,
+            "mask_token_id": find_mask_token(seen, tokenizer) if mask_token_id is None else mask_token_id,
             **config_fields,
         }
         if seen.streams == 1 and fields.get("target_layer_ids") is None:

@@ -94,15 +94,8 @@ class MedusaDrafter(SavedDrafter):
             self.add_module(name, head)
         self.post_init()
 
-    def check_target(self, target: Target) -> None:
-        """Raise a `ValueError` that names both values if the heads do not fit `target`."""
-        super().check_target(target)
-        own, targets = self.config.hidden_size, target.config.hidden_size
-        if own != targets:
-            raise ValueError(
-                f"The Medusa heads were made for a target with `hidden_size` {own}, but this target's is {targets}: "
-                f"load {self.config.target_name_or_path or 'that one'}."
-            )
+    def target_sizes(self) -> dict[str, int]:
+        return {"hidden_size": self.config.hidden_size}
 
     def new_context(self) -> LastState:
         """Return an empty context for one sequence."""

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from safetensors import safe_open
-from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ..weights import HubOptions, indexed, listed
@@ -120,18 +119,12 @@ class MTPCheckpoint:
         files = sorted({*self.scales.values(), *self.weights.values()})
         paths = {file: cast(str, self._file(file, required=True)) for file in files}
         scales = {_stem(name): tensor for name, tensor in _read(self.scales, paths, device)}
-        block_size = _block_size(self.config)
+        quantization = getattr(self.config, "quantization_config", None) or {}
+        if not isinstance(quantization, dict):  # an object in a loaded target
+            quantization = quantization.to_dict()
+        rows, columns = quantization.get("weight_block_size") or (128, 128)  # that share a scale
         for name, tensor in _read(self.weights, paths, device):
-            yield name, dequantize(tensor, scales.get(_stem(name)), block_size, name)
-
-
-def _block_size(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return how many rows and columns share a scale in the checkpoint's FP8 weights."""
-    quantization = getattr(config, "quantization_config", None) or {}
-    if not isinstance(quantization, dict):  # an object in a loaded target
-        quantization = quantization.to_dict()
-    rows, columns = quantization.get("weight_block_size") or (128, 128)
-    return int(rows), int(columns)
+            yield name, dequantize(tensor, scales.get(_stem(name)), (int(rows), int(columns)), name)
 
 
 def _stem(name: str) -> str:
@@ -168,7 +161,9 @@ def dequantize(
     if not is_quantized and scale is None:
         return weight
     if is_fp4:
-        weight, block_size = _unpack_fp4(weight), _FP4_BLOCK
+        packed = weight.contiguous().view(torch.uint8)
+        codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)  # the low half first, as in transformers
+        weight, block_size = torch.tensor(_FP4_VALUES, device=packed.device)[codes.long()], _FP4_BLOCK
     grid = [-(-size // block) for size, block in zip(weight.shape, block_size)]
     if not is_quantized or scale is None or list(scale.shape) != grid:
         raise ValueError(
@@ -182,10 +177,3 @@ def dequantize(
     for dim, block in enumerate(block_size):
         scale = scale.repeat_interleave(block, dim).narrow(dim, 0, weight.shape[dim])
     return weight.float() * scale
-
-
-def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack `[out, in / 2]` bytes to `[out, in]`. The low half of a byte comes first, as in transformers."""
-    packed = packed.contiguous().view(torch.uint8)
-    codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
-    return torch.tensor(_FP4_VALUES, device=packed.device)[codes.long()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
@@ -10,7 +10,6 @@ from ..blocks.configuration_hyperdflash import HyperDFlashConfig, check_temperat
 from ..configuration import WithCode, check_layer_ids
 from ..parts.block_attention import SLIDING, AttentionSpan
 
-Kind = TypeVar("Kind", bound=DeepseekV4Config)
 # DeepSeek's names of what we call the same in every drafter of blocks.
 _DEEPSEEK_FIELDS = {
     "block_size": "dspark_block_size",
@@ -20,35 +19,28 @@ _DEEPSEEK_FIELDS = {
 }
 
 
-def blocks_config(kind: type[Kind], config: DeepseekV4Config, blocks: int, **fields: Any) -> Kind:
-    """Build the configuration of a drafter of V4 blocks: sliding-window attention and a mixture of experts with
-    learned routing, whatever the target's layers are.
-
-    Args:
-        kind: The class of the drafter's configuration.
-        config: The target's, which stays as it is.
-        blocks: The number of blocks.
-        **fields: Further fields of the drafter's.
-    """
-    # Our weights are dequantized, and the target's way to run experts may be for quantized ones only.
-    not_ours = {
-        "model_type",
-        "architectures",
-        "auto_map",
-        "transformers_version",
-        "quantization_config",
-        "expert_dtype",
-    }
-    given = {name: value for name, value in config.to_dict().items() if not name.startswith("dspark_")}
-    own = {name: value for name, value in given.items() if name not in not_ours}
-    shape = {"layer_types": ["sliding_attention"] * blocks, "mlp_layer_types": ["moe"] * blocks}
-    made = kind(**own | {"num_hidden_layers": blocks} | shape | fields)
-    made._name_or_path, made._experts_implementation = config._name_or_path, None
-    return made
-
-
 class BlocksConfig(WithCode, DeepseekV4Config):
-    """The base of configurations that [`blocks_config`] builds."""
+    """The base of configurations of drafters of V4 blocks: sliding-window attention and a mixture of experts with
+    learned routing, whatever the target's layers are."""
+
+    @classmethod
+    def of_blocks(cls, config: DeepseekV4Config, blocks: int, **fields: Any) -> Any:
+        """Build the configuration of so many blocks from a target's, which stays as it is, and further fields."""
+        # Our weights are dequantized, and the target's way to run experts may be for quantized ones only.
+        not_ours = {
+            "model_type",
+            "architectures",
+            "auto_map",
+            "transformers_version",
+            "quantization_config",
+            "expert_dtype",
+        }
+        given = {name: value for name, value in config.to_dict().items() if not name.startswith("dspark_")}
+        own = {name: value for name, value in given.items() if name not in not_ours}
+        shape = {"layer_types": ["sliding_attention"] * blocks, "mlp_layer_types": ["moe"] * blocks}
+        made = cls(**own | {"num_hidden_layers": blocks} | shape | fields)
+        made._name_or_path, made._experts_implementation = config._name_or_path, None
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, with the blocks' experts told by V4's older field."""
@@ -72,7 +64,7 @@ class DeepseekV4MTPConfig(BlocksConfig):
     @classmethod
     def from_target_config(cls, config: DeepseekV4Config) -> DeepseekV4MTPConfig:
         """Build the configuration of the block of a target with this configuration."""
-        return blocks_config(cls, config, 1)
+        return cls.of_blocks(config, 1)
 
     @classmethod
     def get_config_dict(
@@ -158,8 +150,7 @@ class DeepseekV4DSparkConfig(BlocksConfig):
         ids, last = fields["target_layer_ids"], config.num_hidden_layers - 1
         if isinstance(ids, list) and last in ids:  # -1 is its name in training, which reads that layer anyway
             fields["target_layer_ids"] = [-1 if i == last else i for i in ids]
-        return blocks_config(
-            cls,
+        return cls.of_blocks(
             config,
             blocks,
             target_name_or_path=config._name_or_path,

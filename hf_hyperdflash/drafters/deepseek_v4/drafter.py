@@ -166,7 +166,8 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
                 for i, down in enumerate(tensor):
                     tensors[f"{place}ffn.experts.{i}.w2.weight"] = down
             else:
-                tensors[place + _deepseek_name(part)] = tensor
+                ours, theirs = next((pair for pair in _DEEPSEEK_NAMES if part.startswith(pair[0])), ("", ""))
+                tensors[place + theirs + part[len(ours) :]] = tensor
         return tensors
 
     def _rotary(self, like: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
@@ -201,10 +202,3 @@ def own_checkpoint(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[Hu
             "DeepSeek-V4 carries these drafters. Train a `HyperDFlashDrafter` for other targets."
         )
     return MTPCheckpoint(name, config, hub_kwargs)
-
-
-def _deepseek_name(name: str) -> str:
-    for ours, theirs in _DEEPSEEK_NAMES:
-        if name.startswith(ours):
-            return theirs + name[len(ours) :]
-    return name

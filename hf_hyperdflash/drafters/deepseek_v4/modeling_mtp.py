@@ -246,22 +246,8 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         logits[..., self.config.vocab_size :] = -torch.inf  # tokens that the target got later
         return logits
 
-    # Use with a target
-
-    def check_target(self, target: Target) -> None:
-        """Check that the drafter fits `target`.
-
-        Raises:
-            ValueError: Naming both values, if they cannot work together.
-        """
-        super().check_target(target)
-        for what, targets in (("hidden_size", target.config.hidden_size), ("hc_mult", target.streams)):
-            drafters = getattr(self.config, what)
-            if drafters != targets:
-                raise ValueError(
-                    f"The MTP drafter is of a model with `{what}` {drafters}, but this target's is {targets}. Load "
-                    "the target's own with `DeepseekV4MTPDrafter.from_target(target)`."
-                )
+    def target_sizes(self) -> dict[str, int]:
+        return {"hidden_size": self.config.hidden_size, "hc_mult": self.config.hc_mult}
 
 
 def sliding_mask(queries: int, past: int, window: int, like: torch.Tensor) -> torch.Tensor | None:

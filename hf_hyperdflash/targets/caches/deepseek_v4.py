@@ -28,7 +28,7 @@ from ...trees.layout import TreeLayout
 from .tree_state import Parts, TreeState
 
 DEFAULT_MAX_REWIND = 128
-Kind = TypeVar("Kind", bound="RewindableKeys")
+Kind = TypeVar("Kind", bound="RewindableSlidingCacheLayer")
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,10 +53,20 @@ def _checked_max_rewind(max_rewind: int) -> int:
     return max_rewind
 
 
-class RewindableKeys(DynamicSlidingWindowLayer):
-    """Sliding-window keys, which are also the values, with a `crop` that brings back keys that left the window.
+class RewindableSlidingCacheLayer(DynamicSlidingWindowLayer):
+    """Cache layer of a V4 sliding-window block that can be cropped any number of times, in step with the others.
 
-    Shared by the layers below; those that hold more state extend `_forget_past`, `_rewind`, `reset` and `_map_state`.
+    After `crop(-n)` the layer equals, bit for bit, one that never saw the last `n` tokens. While recording is on, it
+    keeps at most twice `sliding_window + max_rewind` keys, however many forwards pass without a crop; with recording
+    off, half of what the stock layer keeps, since keys and values are one tensor
+    `[batch, 1, positions, config.head_dim]`.
+
+    Args:
+        sliding_window: `config.sliding_window`.
+        max_rewind: How many tokens a crop can undo while recording is on. At least 1.
+
+    Raises:
+        ValueError: If `max_rewind` is not an integer of at least 1.
     """
 
     # A subclass that names a layer type replaces the stock class in every cache of the process.
@@ -66,6 +76,10 @@ class RewindableKeys(DynamicSlidingWindowLayer):
     keys: torch.Tensor
     values: torch.Tensor
     tree_state: TreeState | None = None  # while a draft tree is verified
+
+    def __init__(self, sliding_window: int, max_rewind: int = DEFAULT_MAX_REWIND, **kwargs: Any) -> None:
+        super().__init__(sliding_window, **kwargs)
+        self._start_recording(max_rewind)
 
     @classmethod
     def from_stock(cls: type[Kind], layer: DynamicSlidingWindowLayer, max_rewind: int = DEFAULT_MAX_REWIND) -> Kind:
@@ -287,28 +301,7 @@ class RewindableKeys(DynamicSlidingWindowLayer):
             self._map_keys(lambda keys: keys.to(self.device, non_blocking=True))
 
 
-class RewindableSlidingCacheLayer(RewindableKeys):
-    """Cache layer of a V4 sliding-window block that can be cropped any number of times, in step with the others.
-
-    After `crop(-n)` the layer equals, bit for bit, one that never saw the last `n` tokens. While recording is on, it
-    keeps at most twice `sliding_window + max_rewind` keys, however many forwards pass without a crop; with recording
-    off, half of what the stock layer keeps, since keys and values are one tensor
-    `[batch, 1, positions, config.head_dim]`.
-
-    Args:
-        sliding_window: `config.sliding_window`.
-        max_rewind: How many tokens a crop can undo while recording is on. At least 1.
-
-    Raises:
-        ValueError: If `max_rewind` is not an integer of at least 1.
-    """
-
-    def __init__(self, sliding_window: int, max_rewind: int = DEFAULT_MAX_REWIND, **kwargs: Any) -> None:
-        super().__init__(sliding_window, **kwargs)
-        self._start_recording(max_rewind)
-
-
-class RewindableHCACacheLayer(RewindableKeys, DeepseekV4HCACache):
+class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
     """Cache layer of a heavily-compressed attention block with a `crop` that also rewinds the compressor.
 
     After `crop(-n)` every tensor and counter equals, bit for bit, that of a layer that never saw the last `n` tokens.
@@ -337,7 +330,7 @@ class RewindableHCACacheLayer(RewindableKeys, DeepseekV4HCACache):
     compressed_kv: dict[str, Any]
 
     def __init__(self, config: DeepseekV4Config, max_rewind: int = DEFAULT_MAX_REWIND, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
+        super(RewindableSlidingCacheLayer, self).__init__(config, **kwargs)  # the stock layer's
         self._start_recording(max_rewind)
 
     def _take_over_keys(self) -> None:
@@ -573,7 +566,7 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
         return [*super()._compressor_states(), *overlaps]
 
 
-_REWINDABLE_CLASSES: dict[type, type[RewindableKeys]] = {
+_REWINDABLE_CLASSES: dict[type, type[RewindableSlidingCacheLayer]] = {
     DynamicSlidingWindowLayer: RewindableSlidingCacheLayer,
     DeepseekV4HCACache: RewindableHCACacheLayer,
     DeepseekV4CSACache: RewindableCSACacheLayer,
@@ -610,7 +603,7 @@ def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache
         )
     _checked_max_rewind(max_rewind)
     cache.layers[:] = [_rewindable(layer, max_rewind) for layer in cache.layers]
-    rewindable = [layer for layer in cache.layers if isinstance(layer, RewindableKeys)]
+    rewindable = [layer for layer in cache.layers if isinstance(layer, RewindableSlidingCacheLayer)]
     most = max([max_rewind, *(layer.max_rewind for layer in rewindable)])
     for layer in rewindable:
         layer.max_rewind = most
@@ -618,7 +611,7 @@ def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache
 
 
 def _rewindable(layer: Any, max_rewind: int) -> Any:
-    if isinstance(layer, RewindableKeys):
+    if isinstance(layer, RewindableSlidingCacheLayer):
         return layer
     if type(layer) in _REWINDABLE_CLASSES:
         return _REWINDABLE_CLASSES[type(layer)].from_stock(layer, max_rewind)

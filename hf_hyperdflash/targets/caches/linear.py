@@ -73,7 +73,11 @@ class RewindableLinearLayer(LinearAttentionLayer):
             return
         if not self._calls or module in self._calls:  # the first module of a new forward
             self._calls = {}
-            self._before = self._snapshot()
+            conv, recurrent = (
+                {place: None if state is None else state.clone() for place, state in states.items()}
+                for states in (self.conv_states, self.recurrent_states)
+            )
+            self._before = _Snapshot(conv, recurrent, dict(self.has_previous_state))
         self._calls[module] = (args, kwargs)
 
     @property
@@ -119,13 +123,6 @@ class RewindableLinearLayer(LinearAttentionLayer):
         if self._before is not None:
             self._restore(self._before)
         self._forget_call()
-
-    def _snapshot(self) -> _Snapshot:
-        conv, recurrent = (
-            {index: None if state is None else state.clone() for index, state in kind.items()}
-            for kind in (self.conv_states, self.recurrent_states)
-        )
-        return _Snapshot(conv, recurrent, dict(self.has_previous_state))
 
     def _restore(self, before: _Snapshot) -> None:
         self.has_previous_state = dict(before.fed)

@@ -28,19 +28,14 @@ def cache_argument(function: Callable[..., Any]) -> str:
     return next((name for name in _NAMES if name in parameters), CACHE)
 
 
-def _name_in_transformers() -> str:
-    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    for name in _NAMES:
-        if name in parameters:
-            return name
+_IN_TRANSFORMERS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = next((name for name in _NAMES if name in _IN_TRANSFORMERS), "")
+"""The name in the installed transformers."""
+if not CACHE:
     raise ImportError(
         f"transformers {transformers.__version__} has a name for the cache that hf_hyperdflash {__version__} does not "
         "know: `pip install -U hf-hyperdflash` and load the drafter with `hf_hyperdflash.load_drafter`."
     )
-
-
-CACHE = _name_in_transformers()
-"""The name in the installed transformers."""
 
 
 def renamed_cache(arguments: dict[str, Value], name: str = CACHE) -> dict[str, Value]:

@@ -22,7 +22,6 @@ class HyperConnected(Target):
     trunk: Any  # has `hc_head`, which collapses the streams, and `norm`
 
     title = "Hunyuan V4 (Hy4)"
-    forked_types = frozenset({"hy_v4", "hy_v4_vl_text"})
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
@@ -61,7 +60,6 @@ class Glm5Next(HyperConnected):
     """A target whose `hc_head` has no parameters."""
 
     title = "GLM-5 Next (GLM-5.3-Flash)"
-    forked_types = frozenset({"glm5_next_text"})
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
@@ -82,7 +80,6 @@ class Qwen4Exp(Target):
     trunk: Any  # has `hyper_connection_mixer`, which collapses the streams
 
     title = "Qwen4-Exp (Qwen3.8-Flash-Next)"
-    forked_types = frozenset({"qwen4_exp_text"})
 
     def __init__(self, model: PreTrainedModel, trunk: Trunk) -> None:
         super().__init__(model, trunk)
@@ -115,12 +112,11 @@ class GptOss(Target):
     """A target whose padding token ends texts, too, and is no mask token."""
 
     title = "gpt-oss"
-    masked_types = frozenset({"gpt_oss"})
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
         # Also the text part of a multimodal class: the class of the head does not matter here.
-        return target.config.get_text_config(decoder=True).model_type in cls.masked_types
+        return target.config.get_text_config(decoder=True).model_type == "gpt_oss"
 
     @property
     def mask_token_id(self) -> int | None:
@@ -131,7 +127,6 @@ class Granite(Target):
     """A target that scales its embeddings and its logits."""
 
     title = "Granite"
-    forked_types = frozenset({"granitemoehybrid"})
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
@@ -157,7 +152,6 @@ class MambaHybrid(Target):
 
     title = "Bamba, Falcon-H1, Nemotron-H"
     rewindable_kinds = Target.rewindable_kinds | {"hybrid", "mlp", "moe"}
-    forked_types = frozenset({"bamba", "falcon_h1", "nemotron_h"})
 
     def __init__(self, model: PreTrainedModel, trunk: Trunk) -> None:
         super().__init__(model, trunk)
@@ -165,7 +159,7 @@ class MambaHybrid(Target):
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
-        return target.config.model_type in cls.forked_types
+        return target.config.model_type in ("bamba", "falcon_h1", "nemotron_h")
 
     @property
     def norm_eps(self) -> float:

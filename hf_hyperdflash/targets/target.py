@@ -20,6 +20,14 @@ from .hooks import EMBEDDINGS, PerThread
 from .rope_switch import rope_switch_of
 
 TreeVerification = Literal["mask", "fork", "chain"]
+# How draft trees are verified, by the `model_type` of a model's text configuration: by one masked forward, or with a
+# sequence for each path. By name: a family that no test covers may read more than a mask shows it.
+VERIFICATION: dict[str, TreeVerification] = {
+    "llama": "mask", "qwen2": "mask", "qwen3": "mask", "qwen3_moe": "mask", "mistral": "mask", "gemma2": "mask",
+    "gemma3_text": "mask", "gemma4_text": "mask", "gpt_oss": "mask",
+    "qwen3_next": "fork", "qwen3_5_text": "fork", "granitemoehybrid": "fork", "bamba": "fork", "falcon_h1": "fork",
+    "nemotron_h": "fork", "hy_v4": "fork", "hy_v4_vl_text": "fork", "glm5_next_text": "fork", "qwen4_exp_text": "fork",
+}  # fmt: skip
 _PARTS = {
     "indexer_keys": 1,
     "indexer_position_ids": -1,
@@ -64,8 +72,6 @@ class Target:
         mask_token_id: A token that no text of the family has, where the vocabulary alone does not show it; `None` if
             none is known.
         skips_padding: Whether its text would depend on the amount of padding, so that it must not see any.
-        masked_types: The `config.model_type`s whose draft trees one masked forward verifies.
-        forked_types: Those whose draft trees are verified with a sequence per path.
         rounds: For each thread, its forwards that verify drafts.
         rope_switch: The length of a text at which its rotary frequencies change; `None` where they never do.
         layers: The decoder layers; the last one's output is the pre-collapse residual.
@@ -79,11 +85,6 @@ class Target:
         "minimax_m3_sparse",
     })  # fmt: skip
     skips_padding: ClassVar[bool] = False
-    # By name: a family that no test covers may read more than a mask shows it.
-    masked_types: ClassVar[frozenset[str]] = frozenset({
-        "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "gemma4_text",
-    })  # fmt: skip
-    forked_types: ClassVar[frozenset[str]] = frozenset({"qwen3_next", "qwen3_5_text"})
 
     hyperdflash_binding: Any = None  # while the model is bound
 
@@ -298,10 +299,9 @@ class Target:
     def tree_verification(self) -> TreeVerification:
         """How its draft trees are verified: by one forward with a mask of ancestors, by one forward with a sequence
         for each path, or not at all, so that drafts are a chain."""
-        kind = self.config.model_type
-        if kind in self.masked_types and self.layer_kinds <= _MASKED_KINDS:
-            return "mask" if self.config._attn_implementation in MASKED_IMPLEMENTATIONS else "fork"
-        return "fork" if kind in self.masked_types | self.forked_types else "chain"
+        how = VERIFICATION.get(self.config.model_type, "chain")
+        takes_masks = self.config._attn_implementation in MASKED_IMPLEMENTATIONS
+        return "fork" if how == "mask" and not (takes_masks and self.layer_kinds <= _MASKED_KINDS) else how
 
     def can_mask(self, cache: RewindableCache) -> bool:
         """Return whether a masked forward can continue from this cache; if not, paths are forked."""

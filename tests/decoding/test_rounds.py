@@ -10,9 +10,8 @@ from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGener
 
 from hf_hyperdflash import Observer, PromptLookupDrafter, bind
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
-from hf_hyperdflash.targets.registry import FAMILIES as KNOWN
 from hf_hyperdflash.targets.registry import target_of
-from hf_hyperdflash.targets.target import Target
+from hf_hyperdflash.targets.target import VERIFICATION, Target
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_target
 from ..fuzz_trees import padded_on_the_left
@@ -94,11 +93,8 @@ def test_every_node_is_judged_on_its_own_path(family, way):
 
 def test_what_is_listed_is_what_is_tested():
     tested = [target_of(made()) for made in [*FAMILIES, *ALSO_MASKED]]
-    listed = set().union(*(family.masked_types | family.forked_types for family in KNOWN))
-    assert listed - LATER <= {family.config.model_type for family in tested}
-    # A family with a file of its own says it there.
-    plain = {family.config.model_type for family in tested if type(family) is Target}
-    assert plain == Target.masked_types | Target.forked_types
+    assert VERIFICATION.keys() - LATER <= {family.config.model_type for family in tested}
+    assert {family.config.model_type for family in tested if type(family) is Target} <= VERIFICATION.keys()
     # Trees of the others are verified row by row.
     masked = {made().config.model_type for made in MASKED} | {"deepseek_v4"}
     assert {each.config.model_type for each in tested if each.tree_verification == "mask"} == masked

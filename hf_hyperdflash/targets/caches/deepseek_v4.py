@@ -504,6 +504,8 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
     def _start_recording(self, max_rewind: int) -> None:
         # By compressor, the overlap that each of the last closed windows leaves to the next one, `[batch, windows,
         # compress_rate, features / 2]`, the gate with the position bias: the stock overlap is the last of them.
+        self._overlaps_kv: dict[str, Any]
+        self._overlaps_gate: dict[str, Any]
         self._overlaps_kv, self._overlaps_gate = (
             {name: None if last is None else last.unsqueeze(1) for name, last in states.items()}
             for states in (self.overlap_kv, self.overlap_gate)

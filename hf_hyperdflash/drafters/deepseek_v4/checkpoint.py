@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from ..weights import HubOptions, indexed, listed
+from ..weights import HubOptions, check_names, indexed
 
 # V4-Flash-Base repeats the target's embedding and LM head in its block.
 _OWN = re.compile(r"mtp\.(\d+)\.(?!emb\.|head\.)")
@@ -99,20 +99,14 @@ class MTPCheckpoint:
             )
 
     def check_names(self, expected: Iterable[str]) -> None:
-        """Check that the checkpoint holds exactly the tensors `expected`.
-
-        Raises:
-            ValueError: If not, naming some.
-        """
+        """Raise a `ValueError` that names some tensors if the checkpoint does not hold exactly those `expected`."""
         expected = set(expected)
         stray = [name for name in self.scales if f"{_stem(name)}.weight" not in self.weights]
-        missing = [name for name in expected if name not in self.weights]
-        unexpected = [name for name in [*self.weights, *stray] if name not in expected]
-        if missing or unexpected:
-            raise ValueError(
-                f"The `mtp.*` tensors of {self.name} are not those of the drafter that its config describes: "
-                f"{listed(missing=missing, unexpected=unexpected)}. Use a complete checkpoint with its own config."
-            )
+        check_names(
+            self.name,
+            missing=[name for name in expected if name not in self.weights],
+            unexpected=[name for name in [*self.weights, *stray] if name not in expected],
+        )
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and dequantized tensors, one at a time: V4-Flash's are 13 GB a block in bfloat16."""

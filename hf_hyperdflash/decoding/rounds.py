@@ -422,8 +422,8 @@ _ROUNDS: dict[Verification, type[ChainRound]] = {"mask": MaskedRound, "fork": Fo
 def verification_of(target: Target, cache: RewindableCache) -> TreeVerification:
     """Return how the target verifies a draft tree of one sequence on top of a cache."""
     how = target.tree_verification
-    if how == "mask" and not target.can_mask(cache):
-        how = "fork"
+    if how == "cache":
+        how = "mask" if all(getattr(layer, "can_verify_trees", False) for layer in cache.layers) else "fork"
     can_fork = hasattr(cache, "batch_repeat_interleave")  # remote code's own may not
     return "chain" if how == "fork" and not can_fork else how
 

@@ -155,14 +155,7 @@ class DeepseekV4(HyperConnected):
     @property
     def tree_verification(self) -> TreeVerification:
         is_stock = self.config.model_type == "deepseek_v4" and self.config._attn_implementation == "eager"
-        return "mask" if is_stock else "fork"
-
-    @property
-    def can_join_sequences(self) -> bool:
-        return False  # a cache layer counts the windows of one text
-
-    def can_mask(self, cache: RewindableCache) -> bool:
-        return all(getattr(layer, "can_verify_trees", False) for layer in cache.layers)
+        return "cache" if is_stock else "fork"
 
     def begin_tree(self, cache: RewindableCache, layout: TreeLayout) -> None:
         for layer in cast("list[RewindableSlidingCacheLayer]", cache.layers):

@@ -19,9 +19,12 @@ from .fused import Kernel
 from .hooks import EMBEDDINGS, PerThread
 from .rope_switch import rope_switch_of
 
-TreeVerification = Literal["mask", "fork", "chain"]
-# How draft trees are verified, by the `model_type` of a model's text configuration: by one masked forward, or with a
-# sequence for each path. By name: a family that no test covers may read more than a mask shows it.
+# How a draft tree is verified. "mask": by one forward with a mask of ancestors, over layers that read nothing but keys
+# that a mask shows them; so it also tells apart the texts of a batch, and the columns of a static cache. "cache": by
+# such a forward over a cache that was told of the tree, and takes up one path of it later. "fork": with a sequence for
+# each path. "chain": not at all, so that drafts are a chain.
+TreeVerification = Literal["mask", "cache", "fork", "chain"]
+# By the `model_type` of a model's text configuration: a family that no test covers may read more than a mask shows it.
 VERIFICATION: dict[str, TreeVerification] = {
     "llama": "mask", "qwen2": "mask", "qwen3": "mask", "qwen3_moe": "mask", "mistral": "mask", "gemma2": "mask",
     "gemma3_text": "mask", "gemma4_text": "mask", "gpt_oss": "mask",
@@ -297,27 +300,21 @@ class Target:
 
     @property
     def tree_verification(self) -> TreeVerification:
-        """How its draft trees are verified: by one forward with a mask of ancestors, by one forward with a sequence
-        for each path, or not at all, so that drafts are a chain."""
+        """How its draft trees are verified, see [`TreeVerification`]."""
         how = VERIFICATION.get(self.config.model_type, "chain")
         takes_masks = self.config._attn_implementation in MASKED_IMPLEMENTATIONS
         return "fork" if how == "mask" and not (takes_masks and self.layer_kinds <= _MASKED_KINDS) else how
 
-    def can_mask(self, cache: RewindableCache) -> bool:
-        """Return whether a masked forward can continue from this cache; if not, paths are forked."""
-        return True
-
     @property
     def can_join_sequences(self) -> bool:
-        """Whether one forward serves all sequences of a batch, whose texts differ in length. For that a mask must hide
-        everything that a sequence must not see, and rotary frequencies must not depend on the longest text. Otherwise
-        the texts are written one after the other."""
+        """Whether one forward serves all sequences of a batch, whose texts differ in length: not where rotary
+        frequencies depend on the longest text. Otherwise the texts are written one after the other."""
         return self.tree_verification == "mask" and self.rope_switch is None
 
     @property
     def takes_static_caches(self) -> bool:
-        """Whether drafts can be verified over a static cache: all of its layers are of plain attention."""
-        return self.tree_verification == "mask" and self.layer_kinds <= _MASKED_KINDS
+        """Whether drafts can be verified over a static cache."""
+        return self.tree_verification == "mask"
 
     @property
     def windows(self) -> list[int | None]:

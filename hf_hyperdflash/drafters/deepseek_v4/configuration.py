@@ -24,7 +24,7 @@ class BlocksConfig(WithCode, DeepseekV4Config):
     learned routing, whatever the target's layers are."""
 
     @classmethod
-    def of_blocks(cls, config: DeepseekV4Config, blocks: int, **fields: Any) -> Any:
+    def from_target_config(cls, config: DeepseekV4Config, blocks: int = 1, **fields: Any) -> Any:
         """Build the configuration of so many blocks from a target's, which stays as it is, and further fields."""
         # Our weights are dequantized, and the target's way to run experts may be for quantized ones only.
         not_ours = {
@@ -60,11 +60,6 @@ class DeepseekV4MTPConfig(BlocksConfig):
     model_type = "deepseek_v4_mtp"
 
     hyperdflash_version: str = ""
-
-    @classmethod
-    def from_target_config(cls, config: DeepseekV4Config) -> DeepseekV4MTPConfig:
-        """Build the configuration of the block of a target with this configuration."""
-        return cls.of_blocks(config, 1)
 
     @classmethod
     def get_config_dict(
@@ -134,7 +129,7 @@ class DeepseekV4DSparkConfig(BlocksConfig):
             )
 
     @classmethod
-    def from_target_config(cls, config: DeepseekV4Config, blocks: int = 3) -> DeepseekV4DSparkConfig:
+    def from_target_config(cls, config: DeepseekV4Config, blocks: int = 3, **fields: Any) -> DeepseekV4DSparkConfig:
         """Build the configuration of the drafter in a target's checkpoint, from the target's, with its `dspark_*`
         fields.
 
@@ -146,11 +141,11 @@ class DeepseekV4DSparkConfig(BlocksConfig):
                 f"The config.json of {config._name_or_path or 'the target'} has no `{missing[0]}`, expected the "
                 "fields of its DSpark drafter: use the one that belongs to the checkpoint."
             )
-        fields = {ours: getattr(config, theirs) for ours, theirs in _DEEPSEEK_FIELDS.items()}
+        fields = {ours: getattr(config, theirs) for ours, theirs in _DEEPSEEK_FIELDS.items()} | fields
         ids, last = fields["target_layer_ids"], config.num_hidden_layers - 1
         if isinstance(ids, list) and last in ids:  # -1 is its name in training, which reads that layer anyway
             fields["target_layer_ids"] = [-1 if i == last else i for i in ids]
-        return cls.of_blocks(
+        return super().from_target_config(
             config,
             blocks,
             target_name_or_path=config._name_or_path,

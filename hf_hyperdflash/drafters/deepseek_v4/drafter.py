@@ -89,7 +89,8 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
             head = cast(torch.Tensor, target.get_output_embeddings().weight)
             dtype, device = dtype or head.dtype, device or (None if head.is_meta else head.device)
         dtype = dtype or checkpoint.config.dtype or torch.bfloat16
-        drafter = cls._empty(cls._config_of(checkpoint), cast(torch.dtype, dtype), device or "cpu")
+        config = cast(Any, cls.config_class).from_target_config(checkpoint.config, checkpoint.blocks)
+        drafter = cls._empty(config, cast(torch.dtype, dtype), device or "cpu")
         if num_draft_tokens is not None:
             drafter.num_draft_tokens = num_draft_tokens
         drafter._load(checkpoint)
@@ -119,10 +120,6 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return True  # transformers looks for the experts' decorator in the source of a drafter's own file
-
-    @classmethod
-    def _config_of(cls, checkpoint: MTPCheckpoint) -> PreTrainedConfig:
-        return cast(Any, cls.config_class).from_target_config(checkpoint.config)
 
     @classmethod
     def _empty(cls: type[Own], config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str) -> Own:

@@ -33,7 +33,6 @@ from ...targets.caches.name import CACHE
 from ..blocks.drafter import BlockDrafter
 from ..parts.heads import ConfidenceHead, MarkovHead
 from ..parts.layers import ContextLayer, KeysValues, Rotary
-from .checkpoint import MTPCheckpoint
 from .configuration import DeepseekV4DSparkConfig
 from .drafter import DeepseekV4Drafter
 
@@ -139,10 +138,6 @@ class DeepseekV4DSparkDrafter(DSparkNetwork, DeepseekV4Drafter, BlockDrafter):
     base_model_prefix = "drafter"
     _no_split_modules = ["DSparkLayer"]
     _keep_in_fp32_modules_strict = [*DeepseekV4Drafter._keep_in_fp32_modules_strict, "main_norm"]
-
-    @classmethod
-    def _config_of(cls, checkpoint: MTPCheckpoint) -> DeepseekV4DSparkConfig:
-        return DeepseekV4DSparkConfig.from_target_config(checkpoint.config, checkpoint.blocks)
 
     def _place(self, name: str) -> tuple[str, str]:
         if name.startswith("layers."):

@@ -116,14 +116,14 @@ class RewindableSlidingCacheLayer(DynamicSlidingWindowLayer):
 
     def _start_recording(self, max_rewind: int) -> None:
         self.max_rewind = _checked_max_rewind(max_rewind)
+        # The keys, and while recording older ones, too; `keys` are its last `sliding_window - 1` positions.
+        self._recorded_keys: Any = self.keys
         self._forget_past()
 
     def _forget_past(self) -> None:
         # The shortest length that a crop can go back to. The same in all layers of a cache: see the module's
         # docstring.
         self._shortest_length = self.cumulative_length
-        # The recorded keys, older ones included; `keys` is then a view of its last `sliding_window - 1` positions.
-        self._recorded_keys: torch.Tensor | None = None
 
     def activate_past_recording(self) -> None:
         """Start recording. The keys that stay of a long prompt are copied, so that the rest of it is freed."""
@@ -156,7 +156,9 @@ class RewindableSlidingCacheLayer(DynamicSlidingWindowLayer):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        full = torch.cat([self._past_keys if self.record_past else self.keys, key_states], dim=-2)
+        if self._recorded_keys is None:
+            self._recorded_keys = self.keys
+        full = torch.cat([self._recorded_keys if self.record_past else self.keys, key_states], dim=-2)
         visible = _last(full, self.sliding_window - 1 + key_states.shape[-2])
         if self.tree_state is not None:
             self.tree_state.keys = key_states
@@ -164,15 +166,10 @@ class RewindableSlidingCacheLayer(DynamicSlidingWindowLayer):
         self.cumulative_length += key_states.shape[-2]
         if self.record_past:
             self._shortest_length = max(self._shortest_length, self.cumulative_length - self.max_rewind)
-            self._set_recorded_keys(_last(full, self.sliding_window - 1 + self.max_rewind))
         else:
             self._forget_past()
-            self.keys = self.values = _last(full, self.sliding_window - 1)
+        self._set_recorded_keys(_last(full, self.sliding_window - 1 + (self.max_rewind if self.record_past else 0)))
         return visible, visible
-
-    @property
-    def _past_keys(self) -> torch.Tensor:
-        return self.keys if self._recorded_keys is None else self._recorded_keys
 
     def _set_recorded_keys(self, keys: torch.Tensor) -> None:
         self._recorded_keys = _compact(keys)
@@ -251,17 +248,16 @@ class RewindableSlidingCacheLayer(DynamicSlidingWindowLayer):
             )
 
     def _rewind(self, length: int) -> None:
-        keys = self._past_keys
-        keys = keys[:, :, : keys.shape[-2] - (self.cumulative_length - length)]
+        kept = self._recorded_keys.shape[-2] - (self.cumulative_length - length)
         self.cumulative_length = length
-        self._set_recorded_keys(keys)
+        self._set_recorded_keys(self._recorded_keys[:, :, :kept])
 
     # The rest of the cache interface
 
     def reset(self) -> None:
         """Forget all tokens and records; recording stays on if it was."""
         # Not by way of `super()`: in transformers 5.17 that zeroes the keys and keeps them.
-        self.keys = self.values = None  # type: ignore[assignment]
+        self.keys = self.values = self._recorded_keys = None  # type: ignore[assignment]
         self.is_initialized = False
         self.cumulative_length = 0
         self._forget_past()
@@ -281,24 +277,18 @@ class RewindableSlidingCacheLayer(DynamicSlidingWindowLayer):
     def _map_state(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply `change` to every tensor of the layer, all of which have the batch as their first dimension."""
         if self.cumulative_length > 0:
-            self._map_keys(change)
-
-    def _map_keys(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        # Once for keys and values: the stock methods would split them into two tensors.
-        if self._recorded_keys is None:
-            self.keys = self.values = change(self.keys)
-        else:
+            # Once for keys and values: the stock methods would split them into two tensors.
             self._set_recorded_keys(change(self._recorded_keys))
 
     def offload(self) -> None:
         """Move the keys to the CPU. The compressor works right after, in the same forward, so its state stays."""
         if self.is_initialized:
-            self._map_keys(lambda keys: keys.to("cpu", non_blocking=True))
+            self._set_recorded_keys(self._recorded_keys.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         """Move offloaded keys back to the layer's device ahead of time."""
         if self.is_initialized and self.keys.device != self.device:
-            self._map_keys(lambda keys: keys.to(self.device, non_blocking=True))
+            self._set_recorded_keys(self._recorded_keys.to(self.device, non_blocking=True))
 
 
 class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):

@@ -121,3 +121,9 @@ def test_a_trained_drafter_may_draft_other_tokens(family, most):
     drafter.bind(target)
     text = dict(max_new_tokens=12, do_sample=False)
     assert torch.equal(target.generate(prompt(5), **text), target.generate(prompt(5), assistant_model=drafter, **text))
+
+
+def test_a_new_drafter_has_as_many_heads_as_fit_its_width():
+    target = families.qwen3()
+    config = Eagle3Drafter.from_target(target, head_dim=8).config
+    assert config.num_attention_heads * config.head_dim == target.config.hidden_size

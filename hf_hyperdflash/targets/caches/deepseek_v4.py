@@ -64,9 +64,6 @@ class RewindableSlidingCacheLayer(DynamicSlidingWindowLayer):
     Args:
         sliding_window: `config.sliding_window`.
         max_rewind: How many tokens a crop can undo while recording is on. At least 1.
-
-    Raises:
-        ValueError: If `max_rewind` is not an integer of at least 1.
     """
 
     # A subclass that names a layer type replaces the stock class in every cache of the process.
@@ -83,16 +80,9 @@ class RewindableSlidingCacheLayer(DynamicSlidingWindowLayer):
 
     @classmethod
     def from_stock(cls: type[Kind], layer: DynamicSlidingWindowLayer, max_rewind: int = DEFAULT_MAX_REWIND) -> Kind:
-        """Build a rewindable layer that continues from `layer`'s state; what led to that state is not recorded.
-
-        Args:
-            layer: Stock layer of the same kind. It must not be used afterwards: its state is shared.
-            max_rewind: As for the constructor.
-
-        Raises:
-            ValueError: If `max_rewind` is not an integer of at least 1, or if `layer` was cropped by the stock class
-                in a way that lost keys or left the removed tokens in a compressor.
-        """
+        """Build a rewindable layer that continues from the state of a stock one, which must not be used afterwards;
+        what led to that state is not recorded. Raise a `ValueError` if the stock `crop` lost keys, or left the removed
+        tokens in a compressor."""
         rewindable = cls.__new__(cls)
         vars(rewindable).update(vars(layer))
         rewindable._take_over_keys()
@@ -136,19 +126,9 @@ class RewindableSlidingCacheLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the new keys, which are also the values, and return those the new queries can see.
-
-        Args:
-            key_states: `[batch, 1, seq, config.head_dim]`.
-            value_states: The same tensor: V4 has one projection for keys and values.
-
-        Returns:
-            Keys and values (one tensor), `[batch, 1, min(length, sliding_window - 1) + seq, config.head_dim]` with
-            `length` the sequence length before this call, as `get_mask_sizes` announces.
-
-        Raises:
-            ValueError: If `value_states` is another tensor than `key_states`.
-        """
+        """Append the new keys `[batch, 1, seq, config.head_dim]`, which are also the values, and return twice those
+        that the new queries can see, `[batch, 1, min(length, sliding_window - 1) + seq, config.head_dim]`, with
+        `length` the tokens before, as `get_mask_sizes` announces."""
         if value_states is not key_states:
             raise ValueError(
                 f"`update` got values of shape {tuple(value_states.shape)} that are not the keys, expected the same "
@@ -205,26 +185,9 @@ class RewindableSlidingCacheLayer(DynamicSlidingWindowLayer):
         return self.cumulative_length - self._shortest_length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens: the state becomes that of a layer that never saw them.
-
-        A refused crop leaves the layer as it was.
-
-        Args:
-            tokens_to_remove: Minus the number of tokens. 0 leaves the state as it is.
-
-        Raises:
-            ValueError: If `tokens_to_remove` is positive, or asks for more tokens than the layer holds.
-            RuntimeError: If the tokens are more than `undoable_tokens`.
-        """
-        count = -int(tokens_to_remove)
-        self._check_crop(count)
-        if 0 < count < self.cumulative_length:
-            self._rewind(self.cumulative_length - count)
-        elif count:
-            self.reset()
-
-    def _check_crop(self, count: int) -> None:
-        length, undoable = self.cumulative_length, self.undoable_tokens
+        """Remove the last `-tokens_to_remove` tokens: the state becomes that of a layer that never saw them. A refused
+        crop leaves the layer as it was."""
+        count, length, undoable = -int(tokens_to_remove), self.cumulative_length, self.undoable_tokens
         if count < 0:
             raise ValueError(
                 f"`crop` was called with a positive value ({-count}), expected 0 or a negative one. Pass minus the "
@@ -246,6 +209,10 @@ class RewindableSlidingCacheLayer(DynamicSlidingWindowLayer):
                 f"`crop` was asked to remove {count} tokens, but only the last {undoable} of the {length} in the "
                 f"layer can be undone: {reason}"
             )
+        if 0 < count < length:
+            self._rewind(length - count)
+        elif count:
+            self.reset()
 
     def _rewind(self, length: int) -> None:
         kept = self._recorded_keys.shape[-2] - (self.cumulative_length - length)
@@ -309,9 +276,6 @@ class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
     Args:
         config: Config of the model, for the sliding window and the compression rate.
         max_rewind: How many tokens a crop can undo while recording is on. At least 1.
-
-    Raises:
-        ValueError: If `max_rewind` is not an integer of at least 1.
     """
 
     # Their values are None until the first forward; the methods below use them only after it.
@@ -358,12 +322,9 @@ class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Buffer the new projections, `[batch, seq, features]`, and return the windows that they close.
-
-        Returns:
-            As the stock layer: raw `kv` and `gate` of the closed windows, `[batch, windows * compress_rate,
-            features]`, and the position of the first one.
-        """
+        """Buffer the new projections, `[batch, seq, features]`, and return as the stock layer raw `kv` and `gate` of
+        the windows that they close, `[batch, windows * compress_rate, features]`, and the position of the first
+        one."""
         if self.tree_state is not None:
             open_window = self.buffer_kv[name], self.buffer_gate[name]
             before, entries = self._window_before(name, kv, gate), self.entry_count[name]
@@ -431,11 +392,7 @@ class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
         return torch.arange((self.cumulative_length - (count - 1 - position)) // self.compress_rate)
 
     def abort_forward(self, start: int) -> None:
-        """Undo a forward that was interrupted, even between a window and its entry.
-
-        Args:
-            start: Tokens before the forward.
-        """
+        """Undo a forward that was interrupted after `start` tokens, even between a window and its entry."""
         for name, (states, entries) in self._unfinished.items():
             for kind, state in zip(self._compressor_states(), states):
                 kind[name] = state
@@ -526,16 +483,9 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the overlap state of the window before the chunk, and store that of the chunk's last window.
-
-        Args:
-            chunk_kv: The windows that just closed, `[batch, windows, compress_rate, 2 * head_dim]`.
-            chunk_gate: Their gates with the position bias, same shape.
-            head_dim: `config.head_dim`, or `config.index_head_dim` for the indexer.
-
-        Returns:
-            As the stock layer: kv and gate of the window before, `[batch, compress_rate, head_dim]`, or `None` twice.
-        """
+        """Store the overlaps of the windows that just closed, `[batch, windows, compress_rate, 2 * head_dim]`, the
+        gates with the position bias, and return that of the window before them, `[batch, compress_rate, head_dim]`,
+        or `None` twice; `head_dim` is `config.index_head_dim` for the indexer."""
         if self.tree_state is not None:  # each window comes after the one that it overlaps with
             self.tree_state.store_overlaps(name, chunk_kv, chunk_gate)
             return None, None
@@ -568,25 +518,10 @@ _REWINDABLE_CLASSES: dict[type, type[RewindableSlidingCacheLayer]] = {
 def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache:
     """Swap, in place, every stock layer of a V4 target's cache for a rewindable one.
 
-    Only for the cache of a DeepSeek-V4: the swapped sliding-window layers, too, take keys and values to be one tensor.
-
     State is carried over, so a filled cache continues as before; only what arrives while recording is on afterwards
-    can be undone. Rewindable layers stay as they are, except that the largest `max_rewind` applies from now on.
-
-    All layers can undo the same number of tokens, so a refused `Cache.crop` leaves the whole cache as it was.
-
-    Args:
-        cache: The target's cache, empty or filled.
-        max_rewind: How many tokens a crop can undo: at least the longest draft.
-
-    Returns:
-        The same cache.
-
-    Raises:
-        TypeError: If `cache` is not a `Cache`, or holds a foreign subclass of a stock layer, whose `crop` cannot be
-            vouched for. Its layers then stay.
-        ValueError: If `max_rewind` is not an integer of at least 1, or a layer was cropped by the stock class. The
-            layers then stay.
+    can be undone. Rewindable layers stay as they are, except that the largest `max_rewind` applies from now on: at
+    least the longest draft. Layers of foreign subclasses, whose `crop` nobody can vouch for, are refused, and then all
+    stay as they were.
     """
     if not isinstance(cache, Cache):
         raise TypeError(

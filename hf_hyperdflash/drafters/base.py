@@ -106,7 +106,7 @@ class Drafter:
         """Raise a `ValueError` that names both values if the drafter does not fit `target`: if its layers cannot be
         read, token ids do not mean the same, or sizes differ ([`target_sizes`]). A subclass with a check of its own
         calls this one, too. A check changes neither: the drafter may be bound to other targets."""
-        target.check_layers(self.layers_read(target))
+        layer_ids = self.layers_read(target)  # raises where a target has too few layers to choose from
         name, kind = (getattr(self.config, f"target_{what}", "") for what in ("name_or_path", "model_type"))
         whose = f", {name}" if name else f", a {kind} model" if kind else ""
         make = f" `{type(self).__name__}.from_target(target)` makes one," if hasattr(self, "from_target") else ""
@@ -122,6 +122,7 @@ class Drafter:
                     f"The drafter was made for a target with `{what}` {size}, but this target's is {found[what]}. "
                     + fix
                 )
+        target.check_layers(layer_ids)
 
     def target_sizes(self) -> dict[str, int]:
         """Return the `hidden_size` and the `hc_mult`, the number of residual streams, that a target must have; those

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 from ..targets.registry import target_of
 from ..targets.target import Target, soft_capped
 from ..trees.growth import DraftVocabulary
-from .configuration import SPECIAL_TOKENS
+from .configuration import SPECIAL_TOKENS, DrafterConfig
+from .parts.reducers import HCGateReducer
 from .saved import SavedDrafter
 from .weights import check_draft_ids, named_dtype
 
 logger = logging.getLogger(__name__)
+Own = TypeVar("Own", bound="ReadingDrafter")
 
 _STATES_AT_ONCE = 64  # whose logits of the whole vocabulary are in memory
 _MOST_EXCESS, _HALVINGS = 1.0, 24  # nats above a uniform guess, and how often the norm is halved
@@ -38,8 +40,8 @@ class ReadingDrafter(SavedDrafter):
 
     @classmethod
     def from_target(
-        cls, target: PreTrainedModel, *, dtype: torch.dtype | str | None = None, **config_fields: Any
-    ) -> Any:
+        cls: type[Own], target: PreTrainedModel, *, dtype: torch.dtype | str | None = None, **config_fields: Any
+    ) -> Own:
         """Build an untrained drafter that fits a target.
 
         Args:
@@ -52,15 +54,15 @@ class ReadingDrafter(SavedDrafter):
         Raises:
             ValueError: If `target` is no target, or there is no such field or dtype.
         """
-        kind, dtype, seen = cls.config_class, named_dtype(dtype), target_of(target)
-        kind.check_fields(config_fields)  # type: ignore[union-attr]
+        kind, dtype, seen = cast(type[DrafterConfig], cls.config_class), named_dtype(dtype), target_of(target)
+        kind.check_fields(config_fields)
         own = seen.config
         width, head_dim = (
             config_fields.get(name, value)
             for name, value in (("hidden_size", own.hidden_size), ("head_dim", min(128, seen.head_dim)))
         )
         heads = max(1, width // head_dim)
-        suggested: dict[str, Any] = {
+        suggested: dict[str, object] = {
             "vocab_size": own.vocab_size,
             "hidden_size": width,
             "head_dim": head_dim,
@@ -81,16 +83,16 @@ class ReadingDrafter(SavedDrafter):
             "target_revision": getattr(seen.model.config, "_commit_hash", None) or "",
             **{name: getattr(own, name, None) for name in SPECIAL_TOKENS},
         }
-        config: Any = kind(**{**suggested, **config_fields})  # type: ignore[misc]
         device = cls.device_for(seen)
         with torch.device("meta") if device.type == "meta" else nullcontext():
-            drafter: Any = cls(config)
+            drafter = cls(kind(**{**suggested, **config_fields}))
+        config = drafter.config
         drafter.check_target(seen)
-        drafter.to(device)
+        cast(torch.nn.Module, drafter).to(device)
         for name, part in drafter.named_children():
             part.to(torch.float32 if name == "hc_gate" else dtype or seen.dtype)
         if config.has_gate:
-            drafter.hc_gate.inherit(seen.gate())
+            cast(HCGateReducer, drafter.hc_gate).inherit(seen.gate())
         if config.draft_vocab_size:
             drafter.draft_only(seen, torch.arange(config.draft_vocab_size))
         if seen.input_embedding.weight is seen.output_head.weight and device.type != "meta":

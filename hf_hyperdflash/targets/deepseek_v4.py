@@ -195,7 +195,7 @@ CompressorInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Cache | None,
 Compressed = tuple[torch.Tensor, torch.Tensor | None]  # entries, and the bias of the attention to them
 
 
-def _in_rounds(act: Callable[..., Any], rounds: Rounds, *args: Any) -> Any:
+def _in_rounds(act: Callable[..., object], rounds: Rounds, *args: object) -> object:
     """Act on a module's output where a thread verifies drafts. Elsewhere a compiled module stays one graph."""
     return act(rounds, *args) if rounds else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
@@ -10,6 +10,7 @@ from ..blocks.configuration_hyperdflash import HyperDFlashConfig, check_temperat
 from ..configuration import WithCode, check_layer_ids
 from ..parts.block_attention import SLIDING, AttentionSpan
 
+Kind = TypeVar("Kind", bound="BlocksConfig")
 # DeepSeek's names of what we call the same in every drafter of blocks.
 _DEEPSEEK_FIELDS = {
     "block_size": "dspark_block_size",
@@ -24,7 +25,7 @@ class BlocksConfig(WithCode, DeepseekV4Config):
     learned routing, whatever the target's layers are."""
 
     @classmethod
-    def from_target_config(cls, config: DeepseekV4Config, blocks: int = 1, **fields: Any) -> Any:
+    def from_target_config(cls: type[Kind], config: DeepseekV4Config, blocks: int = 1, **fields: object) -> Kind:
         """Build the configuration of so many blocks from a target's, which stays as it is, and further fields."""
         # Our weights are dequantized, and the target's way to run experts may be for quantized ones only.
         not_ours = {
@@ -129,7 +130,7 @@ class DeepseekV4DSparkConfig(BlocksConfig):
             )
 
     @classmethod
-    def from_target_config(cls, config: DeepseekV4Config, blocks: int = 3, **fields: Any) -> DeepseekV4DSparkConfig:
+    def from_target_config(cls, config: DeepseekV4Config, blocks: int = 3, **fields: object) -> DeepseekV4DSparkConfig:
         """Build the configuration of the drafter in a target's checkpoint, from the target's, with its `dspark_*`
         fields.
 

@@ -29,6 +29,7 @@ from .tree_state import Parts, TreeState
 
 DEFAULT_MAX_REWIND = 128
 Kind = TypeVar("Kind", bound="RewindableSlidingCacheLayer")
+States = dict[str, Any]  # a compressor's tensor by its name; `None` until there is one
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -278,10 +279,9 @@ class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
         max_rewind: How many tokens a crop can undo while recording is on. At least 1.
     """
 
-    # Their values are None until the first forward; the methods below use them only after it.
-    buffer_kv: dict[str, Any]
-    buffer_gate: dict[str, Any]
-    compressed_kv: dict[str, Any]
+    buffer_kv: States
+    buffer_gate: States
+    compressed_kv: States
 
     def __init__(self, config: DeepseekV4Config, max_rewind: int = DEFAULT_MAX_REWIND, **kwargs: Any) -> None:
         super(RewindableSlidingCacheLayer, self).__init__(config, **kwargs)  # the stock layer's
@@ -302,8 +302,8 @@ class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
     def _start_recording(self, max_rewind: int) -> None:
         # By compressor, the projections of the last closed windows, `[batch, windows * compress_rate, features]`, the
         # gate without the position bias.
-        self._closed_kv: dict[str, Any] = dict.fromkeys(self.entry_count)
-        self._closed_gate: dict[str, Any] = dict.fromkeys(self.entry_count)
+        self._closed_kv: States = dict.fromkeys(self.entry_count)
+        self._closed_gate: States = dict.fromkeys(self.entry_count)
         super()._start_recording(max_rewind)
 
     def _forget_past(self) -> None:
@@ -315,7 +315,7 @@ class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
         # By compressor, its state before the tokens whose entries are not there yet.
         self._unfinished: dict[str, tuple[list[torch.Tensor | None], int]] = {}
 
-    def _past_windows(self) -> list[tuple[dict[str, Any], int]]:
+    def _past_windows(self) -> list[tuple[States, int]]:
         """Return what is kept of closed windows, each with how long it is of one window."""
         return [(self._closed_kv, self.compress_rate), (self._closed_gate, self.compress_rate)]
 
@@ -435,7 +435,7 @@ class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
             for name, state in states.items():
                 states[name] = None if state is None else change(state)
 
-    def _compressor_states(self) -> list[dict[str, torch.Tensor | None]]:
+    def _compressor_states(self) -> list[States]:
         return [self.buffer_kv, self.buffer_gate, self.compressed_kv, self._closed_kv, self._closed_gate]
 
 
@@ -451,15 +451,15 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
     def _start_recording(self, max_rewind: int) -> None:
         # By compressor, the overlap that each of the last closed windows leaves to the next one, `[batch, windows,
         # compress_rate, features / 2]`, the gate with the position bias: the stock overlap is the last of them.
-        self._overlaps_kv: dict[str, Any]
-        self._overlaps_gate: dict[str, Any]
+        self._overlaps_kv: States
+        self._overlaps_gate: States
         self._overlaps_kv, self._overlaps_gate = (
             {name: None if last is None else last.unsqueeze(1) for name, last in states.items()}
             for states in (self.overlap_kv, self.overlap_gate)
         )
         super()._start_recording(max_rewind)
 
-    def _past_windows(self) -> list[tuple[dict[str, Any], int]]:
+    def _past_windows(self) -> list[tuple[States, int]]:
         return [*super()._past_windows(), (self._overlaps_kv, 1), (self._overlaps_gate, 1)]
 
     @property
@@ -503,7 +503,7 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
         super()._reopen_windows(name, count)
         self._set_overlap(name)
 
-    def _compressor_states(self) -> list[dict[str, torch.Tensor | None]]:
+    def _compressor_states(self) -> list[States]:
         overlaps = [self.overlap_kv, self.overlap_gate, self._overlaps_kv, self._overlaps_gate]
         return [*super()._compressor_states(), *overlaps]
 

@@ -19,26 +19,16 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, Outcome, TreePolicy
 from ..drafters.parts.fixed_context import CompiledContext
-from ..targets.attention_masks import CausalMasks
 from ..targets.caches.name import CACHE, cache_of
 from ..targets.caches.protocols import OPEN_FORWARDS
-from ..targets.caches.ragged import RaggedCache
-from ..targets.caches.slot_forward import SlotForward, compile_options
-from ..targets.target import TargetOutput
+from ..targets.caches.slot_forward import SlotForward, compile_options, needs_preparation
+from ..targets.caches.static import is_of_plain_layers
+from ..targets.target import TargetOutput, TreeVerification
 from ..trees.tree import DraftTree
 from .continuation import is_between_writes, leave_context, stop_recording
 from .outputs import generate_output
 from .request import AUTO, can_hold_rounds, check_cache, static_cache_length
-from .rounds import (
-    CausalRound,
-    ChainRound,
-    Choices,
-    PromptRound,
-    SlotRound,
-    Verification,
-    round_over,
-    verification_of,
-)
+from .rounds import ChainRound, Choices, round_over, verification_of
 from .sequence import Sequence
 from .stats import merged_stats
 from .tokens import TokenBuffer, padded
@@ -99,7 +89,8 @@ class Batch:
     Attributes:
         sequences: Those that have not ended.
         cache: The target's.
-        verification: How their drafts are verified, once the prompts have been run.
+        verification: How draft trees are verified, once the prompts have been run.
+        slots: The sequences' cache in rounds, and what runs the target over it; `None` if they go on with `cache`.
         policy: Who decides how much is drafted.
     """
 
@@ -111,9 +102,8 @@ class Batch:
         # What one of them reads, all of them do: an observer may want more layers than the drafter.
         self.layer_ids = max((sequence.layer_ids for sequence in sequences), key=len)
         self.capture = self.binding.residual.new_capture(self.layer_ids)
-        self.verification: Verification = "chain"
-        self.slots: SlotForward | None = None  # of a static cache
-        self._masks: CausalMasks | None = None  # of one sequence's chains
+        self.verification: TreeVerification = "chain"
+        self.slots: SlotForward | None = None
         self._fixed_contexts: Many[CompiledContext] = ()
         self.policy: FixedPolicy = FixedPolicy()
         self.now, self._no_drafts = first.now, DraftTree.chain(first.tokens.ids.new_empty(0))
@@ -163,32 +153,30 @@ class Batch:
 
     def _settle_on_cache(self) -> None:
         """Make the cache ready for rounds, and find out how it verifies drafts."""
-        if can_hold_rounds(self.cache):
-            options = compile_options(self.model, {CACHE: self.cache}, self.sequences[0].config)
+        first, lengths = self.sequences[0], [sequence.tokens.prompt_length for sequence in self.sequences]
+        is_static = can_hold_rounds(self.cache)
+        can_mask = self.target.takes_static_caches and is_of_plain_layers(self.cache)
+        is_plain = can_mask and not needs_preparation(self.model, self._kwargs())
+        if is_static or is_plain or len(self.sequences) > 1:
+            options = compile_options(self.model, {CACHE: self.cache}, first.config) if is_static else None
             self.slots = SlotForward(
                 self.target,
                 self.cache,
-                [sequence.tokens.prompt_length for sequence in self.sequences],
-                self.sequences[0].config.max_length - 1,
+                lengths,
+                first.config.max_length - 1,
                 [sequence.tokens.mask(sequence.tokens.prompt_length) for sequence in self.sequences],
                 self._most_positions(),
-                self.sequences[0].drafting_stats is None,
+                first.drafting_stats is None,
                 None if options is None else self.binding.compiled(options),
                 self.capture,
             )
-            self.verification = "slots"
-        elif len(self.sequences) > 1:
-            self.cache = RaggedCache(self.cache, [sequence.tokens.prompt_length for sequence in self.sequences])
-            self.verification = "ragged"
+            self.verification = "mask"
         else:
             self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
             self.cache.crop(0)  # which trims stock layers to their window
             self.verification = verification_of(self.target, self.cache)
-            text = self.sequences[0].tokens
-            if CausalRound.fits(self.target, text, self._kwargs()):
-                self._masks = CausalMasks(text.ids.device)
         if len(self.sequences) == 1:
-            leave_context(self.cache, self.drafter, self.sequences[0].context)  # its own whenever they end alike
+            leave_context(self.cache, self.drafter, first.context)  # its own whenever they end alike
 
     def _fix_contexts(self) -> None:
         """Let the drafter's passes run compiled, too."""
@@ -237,8 +225,8 @@ class Batch:
     def write_first_tokens(self, outputs: TargetOutput) -> None:
         """Write the first token of each sequence, by the target's forward over the prompts."""
         texts = [sequence.tokens for sequence in self.sequences]
-        round_ = PromptRound(self.target, texts, [self._no_drafts] * len(texts))
-        self._write(round_, outputs)
+        round_ = ChainRound(self.target, texts, [self._no_drafts] * len(texts))
+        self._write(round_, outputs, is_prompt=True)
         for sequence in self.sequences:
             sequence.stats.tokens, sequence.stats.draft_seconds = 1, 0.0  # the prompt's do not count
         self._fix_contexts()
@@ -263,10 +251,10 @@ class Batch:
             sequence.stats.draft_seconds += seconds if len(tree) else 0.0
         drafts = iter(drafted)
         trees = [self.policy.cut(next(drafts)) if count else self._no_drafts for count in counts]
-        texts = [sequence.tokens for sequence in self.sequences]
-        if self.slots is None:
-            return round_over(self.target, self.verification, texts, trees, self._masks)
-        return SlotRound(self.target, texts, [tree.first(min(len(tree), free)) for tree in trees], self.slots)
+        trees = [tree.first(min(len(tree), free)) for tree in trees]
+        return round_over(
+            self.target, self.verification, [sequence.tokens for sequence in self.sequences], trees, self.slots
+        )
 
     def _free_slots(self) -> int:
         """Return how many drafts the cache has room for behind the longest sequence."""
@@ -312,7 +300,7 @@ class Batch:
         """Return how many calls so far took long because something was compiled."""
         return 0 if self.slots is None or self.slots.compiled is None else self.slots.compiled.slow_calls
 
-    def _write(self, round_: ChainRound, outputs: TargetOutput) -> list[list[int]]:
+    def _write(self, round_: ChainRound, outputs: TargetOutput, is_prompt: bool = False) -> list[list[int]]:
         """Write what the target agrees with and leave the rest behind, also where a streamer or a criterion raises: a
         caller who goes on with this cache and the tokens so far gets the same text.
 
@@ -328,26 +316,28 @@ class Batch:
             for sequence, tree, scores, own, path in zip(self.sequences, round_.trees, logits, choices, paths):
                 sequence.accept(tree, scores, own, round_, outputs, path)
         finally:
-            self._rewind(round_, paths)
+            self._rewind(round_, paths, is_prompt)
         for sequence, tree, scores, path in zip(self.sequences, round_.trees, logits, paths):
             if sequence.observer is not None:
                 sequence.observer.add_round(sequence.context, tree, scores[0], path)
         return paths
 
-    def _rewind(self, round_: ChainRound, paths: list[list[int]]) -> None:
-        """Leave all but each sequence's last token in the cache, and give the drafter what stays."""
+    def _rewind(self, round_: ChainRound, paths: list[list[int]], is_prompt: bool) -> None:
+        """Leave all but each sequence's last token in the cache, and give the drafter what stays. Of a prompt, whose
+        residual streams are there already, all stays."""
         captured = self.capture.pop()
-        if isinstance(round_, PromptRound) and not all(sequence.is_written for sequence in self.sequences):
-            return  # interrupted before the first token: the cache holds the prompt
+        if is_prompt and not all(sequence.is_written for sequence in self.sequences):
+            return  # interrupted before the first token
         kept = [
             [0, *(node + 1 for node in path)][: sequence.tokens.end - 1 - start]
             for sequence, path, start in zip(self.sequences, paths, round_.starts)
         ]
-        try:
-            round_.accept(self.cache, kept)
-        except BaseException:  # as of Ctrl-C: some layers are cropped, and others are not
-            setattr(self.cache, OPEN_FORWARDS, 1)
-            raise
+        if not is_prompt:
+            try:
+                round_.accept(self.cache, kept)
+            except BaseException:  # as of Ctrl-C: some layers are cropped, and others are not
+                setattr(self.cache, OPEN_FORWARDS, 1)
+                raise
         for index, sequence in enumerate(self.sequences):
             sequence.residuals += [round_.residual(each, index, kept[index]) for each in captured]
             sequence.catch_up(self.policy.is_asked)
@@ -367,7 +357,7 @@ class Batch:
         """Leave the cache as transformers' own loop would."""
         stop_recording(self.cache)
         if self.slots is not None:
-            self.slots.end()
+            self.slots.cache.give_back()
         for context in self._fixed_contexts:
             context.compiled = None  # the next turn may run eagerly
 

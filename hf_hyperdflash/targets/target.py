@@ -14,6 +14,7 @@ from ..trees.layout import TreeLayout
 from .attention_masks import MASKED_IMPLEMENTATIONS
 from .caches.linear import CallRecorder, make_linear_rewindable
 from .caches.protocols import RewindableCache, RewindableLayer
+from .caches.static import SlotLayer
 from .fused import Kernel
 from .hooks import PerThread
 from .rope_switch import rope_switch_of
@@ -331,22 +332,20 @@ class Target:
             for name, (dim, part) in parts.items():
                 setattr(layer, name, part.narrow(dim, 0, min(start, part.shape[dim])))
 
-    def attention_keys(
-        self, layer: RewindableLayer, keys: int, count: int, visible: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where, in a verification round's attention weights, a token finds its keys.
+    def attention_keys(self, layer: RewindableLayer, keys: int, count: int, visible: list[int]) -> torch.Tensor:
+        """Return where, in a verification round's attention weights, a token finds its keys: of its window's tokens in
+        the order of the text, then of what else there was for it.
 
         Args:
             layer: Of the cache, as the round left it.
             keys: How many keys the weights are over.
             count: Verification positions of the round.
             visible: Those that the token sees, its own last.
-
-        Returns:
-            The keys of tokens, in the order of the text, and the other entries that were there for the token.
         """
-        past = keys - count
-        return torch.cat([torch.arange(past), past + torch.tensor(visible)]), torch.arange(0)
+        if isinstance(layer, SlotLayer):
+            return layer.columns_of(visible)
+        past, window = keys - count, getattr(layer, "sliding_window", None) or keys
+        return torch.cat([torch.arange(past), past + torch.tensor(visible)])[-window:]
 
 
 def _parts_of(layer: object) -> dict[str, tuple[int, torch.Tensor]]:

@@ -121,7 +121,7 @@ def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size):
         width = len(layout)
         new = torch.arange(count, count + size * width).view(size, 1, width, 1).float()
         count += size * width
-        cache.look_at(max(map(len, texts)) + width)
+        cache.begin(max(map(len, texts)), width)
         keys, values = cache.layers[0].update(new, -new)
         assert window or keys.shape[2] == max(map(len, texts)) + width
         visible = layout.ancestors.repeat(size, 1, 1)

@@ -1,45 +1,55 @@
-"""Forwards of the target over a static cache, compiled where that is asked for."""
+"""Forwards of the target over the sequences of a round, compiled where that is asked for."""
 
 from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, StaticLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.utils import GenerationMixin
 
-from ..attention_masks import AttentionMask, attention_mask_for
+from ..attention_masks import AttentionMask, CausalMasks, attention_mask_for
 from ..fused import with_own_code
 from ..hooks import ResidualCapture
 from ..target import Target, TargetOutput
 from .name import CACHE
 from .static import SlotCache
 
-LEAST_VIEW = 2048  # slots that a compiled round looks at; for a longer text twice as many, and so on
+LEAST_VIEW = 2048  # slots that a compiled round reads; for a longer text twice as many, and so on
 _SLOW_CALLS = 3  # of a compiled function: CUDA graphs warm up in the first one and are recorded in the next
 Result = TypeVar("Result")
 
-_OWN = (CACHE, "attention_mask", "position_ids", "logits_to_keep")  # arguments that are another in each round
+# Arguments that are another in each round.
+_OWN = (CACHE, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "logits_to_keep")
 
 
 def view_for(tokens: int) -> int:
-    """Return how many slots a compiled round looks at that needs so many: one of a few numbers."""
-    view = LEAST_VIEW
-    while view < tokens:
-        view *= 2
-    return view
+    """Return how many slots a compiled round reads that needs so many: one of a few numbers."""
+    count = LEAST_VIEW
+    while count < tokens:
+        count *= 2
+    return count
+
+
+def needs_preparation(model: PreTrainedModel, kwargs: Mapping[str, object]) -> bool:
+    """Return whether the model makes something of its arguments for each forward, beside those of each round."""
+    prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
+    is_stock = prepare is GenerationMixin.prepare_inputs_for_generation
+    return not is_stock or not kwargs.keys() <= {CACHE, "use_cache", "logits_to_keep"}
 
 
 class SlotForward:
-    """Runs a target over the anchors and drafts of sequences in a static cache.
+    """Runs a target over the anchors and drafts of sequences in a dynamic or static cache.
 
     Args:
         target: The target.
-        cache: transformers' static cache after the prompts, several padded on the left.
+        cache: transformers' cache after the prompts, several padded on the left.
         lengths: Tokens of each sequence's prompt.
         longest: The most tokens of a sequence that will be in the cache.
         masks: Which of them are no padding, `[1, tokens]` each; `None` if all are.
@@ -67,9 +77,9 @@ class SlotForward:
     ) -> None:
         self.target, self.compiled, self.capture = target, compiled, capture
         self.most, self.is_fixed = most, is_fixed
-        # A text that fits in fewer columns than the window never leaves the window. A longer text slides through
+        # A text that fits in fewer static columns than the window never leaves it. A longer text slides through
         # these columns, as in plain decoding.
-        columns = [cast(StaticLayer, layer).max_cache_len for layer in cache.layers]
+        columns = [getattr(layer, "max_cache_len", sys.maxsize) for layer in cache.layers]
         windows = [
             None if window is None or longest <= count < window else min(window, count)
             for window, count in zip(target.windows, columns)
@@ -78,6 +88,7 @@ class SlotForward:
         self.room = sys.maxsize if self.cache.capacity is None else self.cache.capacity
         self.rows = list(range(len(lengths)))
         self._chains: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._causal = CausalMasks(self.cache.starts.device)
         self._moving_widths: set[int] = set()  # of rounds whose tokens were moved
         self.real: torch.Tensor | None = None
         if any(mask is not None for mask in masks):
@@ -129,6 +140,7 @@ class SlotForward:
         depths: torch.Tensor,
         visible: torch.Tensor,
         longest: int,
+        is_chain: bool,
         kwargs: dict[str, object],
     ) -> tuple[TargetOutput, torch.Tensor | None]:
         """Run the target.
@@ -139,20 +151,39 @@ class SlotForward:
             depths: Their distance from the anchor in tokens, `[batch, positions]`.
             visible: Which of them each sees, boolean `[batch, positions, positions]`.
             longest: Tokens of the longest sequence before its anchor.
+            is_chain: Whether each position sees all that are before it.
             kwargs: The arguments that are the same in every round.
 
         Returns:
             The target's outputs. Compiled, also `ids` and behind them its most probable token after each,
             `[batch, 2 * positions]`.
         """
+        count = ids.shape[1]
+        if needs_preparation(self.target.model, kwargs):  # pictures that were in the prompt are left out, for example
+            prepare = cast(Any, self.target.model).prepare_inputs_for_generation
+            own = {CACHE: self.cache, "position_ids": anchors + depths}
+            kwargs = prepare(ids, next_sequence_length=count, is_first_iteration=False, **{**kwargs, **own})
         kwargs = {name: value for name, value in kwargs.items() if name not in _OWN}
-        needed = longest + ids.shape[1]
-        self.cache.look_at(needed if self.compiled is None else view_for(needed))
-        inputs = self.cache, self.target, ids, anchors, depths, visible, self.real, kwargs
-        if self.compiled is None:
-            return run_over_slots(*inputs), None
-        self.cache.capture = self.capture
-        return self.compiled(choose_over_slots, *inputs)
+        if self.compiled is not None:
+            self.cache.begin(longest, count, view_for(longest + count))
+            self.cache.capture = self.capture
+            inputs = self.cache, self.target, ids, anchors, depths, visible, self.real, kwargs
+            return self.compiled(choose_over_slots, *inputs)
+        self.cache.begin(longest, count)
+        masks = self._masks(depths, visible, longest, is_chain)
+        return run_over_slots(self.cache, self.target, ids, anchors + depths, masks, kwargs), None
+
+    def _masks(
+        self, depths: torch.Tensor, visible: torch.Tensor, longest: int, is_chain: bool
+    ) -> dict[int | None, torch.Tensor]:
+        """Return which slots each position of an eager round sees, by the window of the layers."""
+        end = longest + depths.shape[1]
+        windows = {layer.window for layer in self.cache.layers}
+        # A chain whose text has left no window yet sees all that is before: a view of a mask that is made once.
+        if self.size > 1 or not is_chain or self.real is not None or any(end > window for window in windows if window):
+            return self.cache.masks(visible, depths, self.real)
+        mask = self._causal(longest, depths.shape[1])
+        return {window: mask for window in windows}
 
     def accept(self, kept: list[list[int]], width: int, has_trees: bool) -> None:
         """Keep the positions `kept` of each sequence, a path from the anchor on, and no others.
@@ -188,13 +219,34 @@ class SlotForward:
             self.real = None if self.real is None else self.real[self.index]
             self.rows = list(range(len(self.rows)))
 
-    def end(self) -> None:
-        """Make transformers' static cache hold what there is now of the only sequence."""
-        if self.size == 1:
-            self.cache.give_back()
-
 
 def run_over_slots(
+    cache: SlotCache,
+    target: Target,
+    ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    visible: dict[int | None, torch.Tensor],
+    kwargs: dict[str, object],
+) -> TargetOutput:
+    """Run the target's forward.
+
+    Args:
+        cache: The sequences'.
+        target: The target.
+        ids: Anchors and drafts, `[batch, positions]`.
+        position_ids: True positions, `[..., batch, positions]`.
+        visible: Which slots each position sees, by the window of the layers.
+        kwargs: Other arguments of the target.
+    """
+    implementation = target.config._attn_implementation
+    masks = {window: attention_mask_for(implementation, mask, target.dtype) for window, mask in visible.items()}
+    by_kind: dict[str, AttentionMask] = {layer.kind: masks[layer.window] for layer in cache.layers}
+    attention_mask = by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
+    inputs = {**kwargs, CACHE: cache, "attention_mask": attention_mask, "position_ids": position_ids}
+    return target.model(input_ids=ids, return_dict=True, **inputs)
+
+
+def choose_over_slots(
     cache: SlotCache,
     target: Target,
     ids: torch.Tensor,
@@ -203,24 +255,9 @@ def run_over_slots(
     visible: torch.Tensor,
     real: torch.Tensor | None,
     kwargs: dict[str, object],
-) -> TargetOutput:
-    """Run the target's forward; see [`SlotForward.__call__`]."""
-    masks: dict[int | None, AttentionMask] = {}
-    implementation = target.config._attn_implementation
-    for window, mask in cache.masks(visible, depths, real).items():
-        masks[window] = attention_mask_for(implementation, mask, target.dtype)
-    by_kind = {layer.kind: masks[layer.window] for layer in cache.layers}
-    attention_mask = by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
-    inputs = {**kwargs, CACHE: cache, "attention_mask": attention_mask, "position_ids": anchors + depths}
-    return target.model(input_ids=ids, return_dict=True, **inputs)
-
-
-def choose_over_slots(
-    cache: SlotCache, target: Target, ids: torch.Tensor, *inputs: Any
 ) -> tuple[TargetOutput, torch.Tensor]:
-    """Do the same as [`run_over_slots`], with the choices of greedy rounds in the same graph; see
-    [`SlotForward.__call__`]."""
-    outputs = run_over_slots(cache, target, ids, *inputs)
+    """Do the same, with the masks and the choices of greedy rounds in the same graph; see [`SlotForward.__call__`]."""
+    outputs = run_over_slots(cache, target, ids, anchors + depths, cache.masks(visible, depths, real), kwargs)
     choices = outputs.logits.to(ids.device, torch.float32).argmax(-1)
     return outputs, torch.cat([ids, choices], dim=-1)
 

@@ -1,5 +1,8 @@
-"""Static caches from which drafts can be taken back: preallocated, of one shape from the first round to the last, so
-that compiled rounds need to be compiled once."""
+"""The cache of rounds: keys and values of one or several sequences, from which drafts can be taken back.
+
+It is made of transformers' dynamic or static cache after the prompts, and gives the text's keys back at the end. Of a
+static one all shapes stay from the first round to the last, so that compiled rounds need to be compiled once.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,17 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from ..hooks import ResidualCapture
+
+_GROWTH = 256  # columns that a dynamic layer gets at once: more would be memory for nothing
 
 
 def keep_addresses(*states: torch.Tensor) -> None:
@@ -18,6 +29,15 @@ def keep_addresses(*states: torch.Tensor) -> None:
     for each in states:
         if not torch._inductor.config.freezing:
             torch._dynamo.mark_static_address(each, guard=False)
+
+
+def is_of_plain_layers(cache: object) -> bool:
+    """Return whether the layers of a cache are all of attention, and transformers' own, so that a [`SlotCache`] can be
+    made of it. One that is offloaded layer by layer is to stay so."""
+    known = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+    layers = getattr(cache, "layers", ())
+    is_plain = bool(layers) and all(type(layer) in known and layer.is_initialized for layer in layers)
+    return is_plain and not getattr(cache, "offloading", False)
 
 
 def write_columns(buffer: torch.Tensor, columns: torch.Tensor, states: torch.Tensor) -> None:
@@ -30,14 +50,15 @@ def write_columns(buffer: torch.Tensor, columns: torch.Tensor, states: torch.Ten
 
 
 class SlotLayer(StaticLayer):
-    """A static layer during the rounds of one or several sequences.
+    """A layer during the rounds of one or several sequences.
 
     Token `t` of a sequence lies in slot `t % capacity`. Full attention has a slot for each token. A sliding window's
     slots go round: there are as many as the window and a round need together, so that rejected drafts overwrite
     nothing that is still seen. To take drafts back is to count fewer tokens.
 
     Args:
-        layer: The stock layer after the prompts, several padded on the left. One of full attention gives its buffers.
+        layer: The stock layer after the prompts, several padded on the left. A static one of full attention gives its
+            buffers; instead of a dynamic one's there are buffers that grow.
         window: How many tokens a position sees, itself included; `None` for all.
         lengths: Tokens of each sequence's prompt.
         starts: How many tokens of each sequence there are, `[batch]` on the device, one tensor for all layers. A
@@ -46,55 +67,88 @@ class SlotLayer(StaticLayer):
 
     Attributes:
         capacity: The number of slots.
-        view: How many of them a round looks at, from the first on ([`SlotCache.look_at`]).
+        attended: How many of them a round's attention reads, from the first on ([`SlotCache.begin`]).
+        columns: Where an eager round writes, the same in all sequences or `[batch, positions]`; `None` where the
+            forward finds out itself.
     """
 
     _layer_type = None  # else it would be registered for all of transformers
 
     def __init__(
-        self, layer: StaticLayer, window: int | None, lengths: Sequence[int], starts: torch.Tensor, width: int
+        self,
+        layer: StaticLayer | DynamicLayer,
+        window: int | None,
+        lengths: Sequence[int],
+        starts: torch.Tensor,
+        width: int,
     ) -> None:
-        self.kind = "sliding_attention" if isinstance(layer, StaticSlidingWindowLayer) else "full_attention"
-        self.window = window
-        self.capacity = layer.max_cache_len if window is None else window - 1 + width
+        is_sliding = isinstance(layer, (StaticSlidingWindowLayer, DynamicSlidingWindowLayer))
+        self.kind = "sliding_attention" if is_sliding or window is not None else "full_attention"
+        self.window, self.is_static = window, isinstance(layer, StaticLayer)
+        # A caller's dynamic layer that keeps all tokens has to hold them at the end, whatever the window is.
+        self.goes_round = window is not None and is_sliding
+        if self.goes_round:
+            self.capacity = cast(int, window) - 1 + width
+        else:
+            self.capacity = layer.max_cache_len if isinstance(layer, StaticLayer) else max(lengths) + _GROWTH
         super().__init__(self.capacity)
-        self.view = self.capacity
+        self.attended, self.columns = self.capacity, cast("slice | torch.Tensor | None", None)
         self.starts, self.is_initialized = starts, True
         self.device = layer.device
         # Tensors of their own over the same memory: transformers has marked its own, which a graph of packed weights
         # would keep for good, whatever cache comes next.
         self.keys = self._in_slots(cast(torch.Tensor, layer.keys), lengths, layer).detach()
         self.values = self._in_slots(cast(torch.Tensor, layer.values), lengths, layer).detach()
-        keep_addresses(self.keys, self.values)
+        if self.is_static:
+            keep_addresses(self.keys, self.values)
+        elif len(lengths) == 1 and not self.goes_round:
+            self.give_back(layer, lengths[0])  # so that no text is held twice
 
-    def _in_slots(self, states: torch.Tensor, lengths: Sequence[int], layer: StaticLayer) -> torch.Tensor:
+    def _in_slots(
+        self, states: torch.Tensor, lengths: Sequence[int], layer: StaticLayer | DynamicLayer
+    ) -> torch.Tensor:
         """Return a layer's keys or values with each sequence's tokens in their slots."""
-        seen = int(layer.get_seq_length())
-        if self.window is None and min(lengths) == seen:
+        seen, slots = int(layer.get_seq_length()), states
+        if self.is_static and not self.goes_round and min(lengths) == seen:
             return states
         held = min(seen, states.shape[2])  # columns, the last ones of the padded prompts
-        slots = states
-        if self.window is not None:
-            slots = states.new_zeros(*states.shape[:2], self.capacity, states.shape[3])
+        if self.goes_round or not self.is_static:
+            shape = *states.shape[:2], self.capacity, states.shape[3]
+            slots = torch.zeros(shape, dtype=states.dtype, device=self.device)  # an offloaded layer's states are not
         for index, length in enumerate(lengths):
             kept = min(length, held, self.capacity)
-            own = torch.arange(length - kept, length, device=states.device) % self.capacity
-            slots[index, :, own] = states[index, :, held - kept : held].clone()
+            own = torch.arange(length - kept, length, device=slots.device) % self.capacity
+            slots[index, :, own] = states[index, :, held - kept : held].to(slots.device, copy=slots is states)
         return slots
+
+    def make_room(self, count: int) -> None:
+        """Let a dynamic layer have at least `count` slots."""
+        if count > self.capacity and not (self.is_static or self.goes_round):
+            more = count + _GROWTH - self.capacity
+            self.keys, self.values = (
+                torch.nn.functional.pad(cast(torch.Tensor, states), (0, 0, 0, more))
+                for states in (self.keys, self.values)
+            )
+            self.capacity += more
 
     def _slots(self, places: torch.Tensor) -> torch.Tensor:
         """Return the slots of places of the round, 0 for the anchor's, `[batch, places]`."""
-        return (self.starts[:, None] + places) % self.capacity
+        return ((self.starts[:, None] + places) % self.capacity).to(self.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values of a round, `[batch, heads, positions, head_dim]`, and return those of `view`."""
+        """Write the keys and values of a round, `[batch, heads, positions, head_dim]`, and return those attended."""
         assert self.keys is not None and self.values is not None
-        slots = self._slots(torch.arange(key_states.shape[2], device=self.starts.device))
-        write_columns(self.keys, slots, key_states)
-        write_columns(self.values, slots, value_states)
-        return self.keys[:, :, : self.view], self.values[:, :, : self.view]
+        columns = self.columns
+        if columns is None:
+            columns = self._slots(torch.arange(key_states.shape[2], device=self.starts.device))
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            if isinstance(columns, slice):
+                buffer[:, :, columns] = states
+            else:
+                write_columns(buffer, columns, states)
+        return self.keys[:, :, : self.attended], self.values[:, :, : self.attended]
 
     def move(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Move tokens to other places of the round, all at once: from `old` `[batch, places]` to `new`."""
@@ -114,11 +168,11 @@ class SlotLayer(StaticLayer):
             real: Which tokens are no padding, boolean `[batch, tokens]`; `None` if all are.
 
         Returns:
-            Boolean `[batch, 1, positions, view]`.
+            Boolean `[batch, 1, positions, attended]`.
         """
         starts, count = self.starts[:, None], depths.shape[1]
         # Of each slot: its place in the round, or the token of before the round that it holds.
-        place = (torch.arange(self.view, device=starts.device) - starts) % self.capacity
+        place = (torch.arange(self.attended, device=starts.device) - starts) % self.capacity
         token = starts - self.capacity + place
         is_before, is_of_round = (place >= count) & (token >= 0), place < count
         if real is not None:
@@ -132,21 +186,38 @@ class SlotLayer(StaticLayer):
             mask = mask & (depths[:, :, None] - depth[:, None] < self.window)
         return mask[:, None]
 
-    def give_back(self, layer: StaticLayer) -> None:
-        """Make the stock layer, which this one was made of, hold what the only sequence's tokens are now."""
-        length = int(self.starts)
-        if self.window is not None:
+    def columns_of(self, visible: Sequence[int]) -> torch.Tensor:
+        """Return the slots of all tokens of the only sequence that a position sees, in the order of the text.
+
+        Args:
+            visible: The positions of the round that it sees, its own last.
+        """
+        start = int(self.starts)
+        tokens = [*range(start), *(start + place for place in visible)]
+        return torch.tensor(tokens[-cast(int, self.window) :] if self.goes_round else tokens) % self.capacity
+
+    def give_back(self, layer: StaticLayer | DynamicLayer, length: int) -> None:
+        """Make the stock layer, which this one was made of, hold the `length` tokens of the only sequence."""
+        keys, values = cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
+        most = length
+        if self.goes_round:
+            most = layer.max_cache_len if isinstance(layer, StaticLayer) else cast(int, self.window) - 1
+            last = torch.arange(length - min(length, most), length, device=self.device) % self.capacity
+            keys, values = keys[:, :, last], values[:, :, last]
+        if not isinstance(layer, StaticLayer):
+            layer.keys, layer.values = keys[:, :, :length], values[:, :, :length]
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = length
+            return
+        if self.goes_round:
             assert layer.keys is not None and layer.values is not None
-            kept = min(length, layer.max_cache_len)
-            slots = torch.arange(length - kept, length, device=self.device) % self.capacity
-            for own, states in ((layer.keys, self.keys), (layer.values, self.values)):
-                own[:, :, :kept] = cast(torch.Tensor, states)[:, :, slots]
+            layer.keys[:, :, : keys.shape[2]], layer.values[:, :, : keys.shape[2]] = keys, values
         layer.cumulative_length.fill_(length)
         if isinstance(layer, StaticSlidingWindowLayer):
             layer.cumulative_length_int = length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.view, 0
+        return self.attended, 0
 
     def get_seq_length(self) -> int:  # type: ignore[override]
         """Return the number of tokens of the longest sequence."""
@@ -154,24 +225,24 @@ class SlotLayer(StaticLayer):
 
 
 class SlotCache(Cache):
-    """A static cache during the rounds of one or several sequences.
+    """A cache during the rounds of one or several sequences.
 
     Args:
-        cache: One that [`~decoding.request.can_hold_rounds`], after the prompts, several padded on the left.
+        cache: One that [`is_of_plain_layers`], after the prompts, several padded on the left.
         windows: Of each layer, `None` for full attention.
         lengths: Tokens of each sequence's prompt.
         width: The most verification positions of a round.
 
     Attributes:
         starts: How many tokens of each sequence there are, `[batch]`.
-        capacity: The most tokens of a sequence; `None` if all layers have windows.
+        capacity: The most tokens of a sequence; `None` if no layer sets a limit.
         capture: Of the residual streams of a compiled forward.
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
 
     def __init__(self, cache: Cache, windows: Sequence[int | None], lengths: Sequence[int], width: int) -> None:
-        self.stock = cache
+        self.stock, self.is_of_one = cache, len(lengths) == 1
         self.starts = torch.tensor(lengths, device=cast(StaticLayer, cache.layers[0]).device)
         keep_addresses(self.starts)
         layers = [
@@ -179,20 +250,41 @@ class SlotCache(Cache):
             for layer, window in zip(cache.layers, windows)
         ]
         super().__init__(layers=[*layers])
-        self.capacity = min((layer.capacity for layer in layers if layer.window is None), default=None)
+        limits = (layer.capacity for layer in layers if layer.is_static and layer.window is None)
+        self.capacity = min(limits, default=None)
         self.capture: ResidualCapture | None = None
 
     @property
     def shape(self) -> tuple[object, ...]:
         """What a compiled forward depends on: the sequences, the slots of each kind of layer, and what it captures."""
         captured = self.capture and tuple(self.capture.layer_ids)
-        return len(self.starts), captured, *{each.window: (each.capacity, each.view) for each in self.layers}.items()
+        sizes = {each.window: (each.capacity, each.attended) for each in self.layers}
+        return len(self.starts), captured, *sizes.items()
 
-    def look_at(self, count: int) -> None:
-        """Let rounds look at the first `count` slots alone, where layers have one for each token: no longer than the
-        text is, attention and masks take as little time after it as they need."""
+    def begin(self, longest: int, width: int, attended: int | None = None) -> None:
+        """Make room for a round. Attention and masks take as little time as the longest text needs.
+
+        Args:
+            longest: Tokens of the longest sequence before its anchor.
+            width: Verification positions.
+            attended: Slots that a compiled round reads, no fewer than it needs; `None` for an eager round, which
+                also gets the columns once for all layers.
+        """
+        places = torch.arange(width, device=self.starts.device)
+        columns: dict[int, torch.Tensor] = {}
         for layer in self.layers:
-            layer.view = layer.capacity if layer.window is not None else min(count, layer.capacity)
+            layer.make_room(longest + width)
+            layer.attended = min(attended or longest + width, layer.capacity)
+            if attended is not None:
+                layer.columns = None
+                continue
+            first = longest % layer.capacity
+            if len(self.starts) == 1 and first + width <= layer.capacity:
+                layer.columns = slice(first, first + width)
+            else:
+                if layer.capacity not in columns:
+                    columns[layer.capacity] = layer._slots(places)
+                layer.columns = columns[layer.capacity].to(layer.device)
 
     def masks(
         self, visible: torch.Tensor, depths: torch.Tensor, real: torch.Tensor | None
@@ -211,6 +303,8 @@ class SlotCache(Cache):
             )
 
     def give_back(self) -> None:
-        """Make the stock cache hold what the only sequence's tokens are now."""
-        for own, layer in zip(self.layers, self.stock.layers):
-            own.give_back(cast(StaticLayer, layer))
+        """Make the stock cache hold what the only sequence's tokens are now. Of several it stays as it is."""
+        if self.is_of_one:
+            length = int(self.starts)
+            for own, layer in zip(self.layers, self.stock.layers):
+                own.give_back(cast(StaticLayer, layer), length)

@@ -37,7 +37,7 @@ class CacheWrites:
 
     @contextmanager
     def of(self, cache: Any) -> Iterator[CacheWrites]:
-        """Watch the layers of rounds, those that a cache has, and those of the same classes that it is given meanwhile."""
+        """Watch the layers of rounds, and those that a cache has or is given, if it has one of their class."""
         handles = [self.target.register_forward_pre_hook(self._begin), self.target.register_forward_hook(self._end)]
         with pytest.MonkeyPatch.context() as patched:
             for kind in {SlotLayer, *(type(layer) for layer in getattr(cache, "layers", ()))}:

@@ -1,5 +1,5 @@
-"""A caller's `DynamicCache()`, made without the configuration, keeps all tokens in every layer: nodes of a draft tree saw
-past the window there, and another text was written."""
+"""A caller's `DynamicCache()`, made without the configuration, keeps all tokens in every layer: nodes of a draft tree
+saw past the window there, and another text was written."""
 
 import copy
 

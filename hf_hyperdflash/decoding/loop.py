@@ -12,12 +12,14 @@ import logging
 import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, Outcome, TreePolicy
+from ..drafters.base import AUTO
 from ..drafters.parts.fixed_context import CompiledContext
 from ..targets.attention_masks import CausalMasks
 from ..targets.caches.name import CACHE, cache_of
@@ -26,9 +28,9 @@ from ..targets.caches.ragged import RaggedCache
 from ..targets.caches.slot_forward import SlotForward, compile_options
 from ..targets.target import TargetOutput
 from ..trees.tree import DraftTree
-from .continuation import is_between_writes, leave_context, stop_recording
+from .continuation import is_between_writes, stop_recording, store_context
 from .outputs import generate_output
-from .request import AUTO, can_hold_rounds, check_cache, static_cache_length
+from .request import check_croppable, is_static_attention_cache
 from .rounds import (
     CausalRound,
     ChainRound,
@@ -65,7 +67,7 @@ def speculative_decoding(sequences: list[Sequence]) -> GenerateDecoderOnlyOutput
             batch[0].release()  # before the next one fills a cache of its own
     first = sequences[0]
     if len(sequences) > 1:
-        first.drafter.remember(merged_stats([sequence.stats for sequence in sequences]))
+        first.drafter._remember(merged_stats([sequence.stats for sequence in sequences]))
     return generate_output(
         [sequence.tokens.ids for sequence in sequences], [sequence.recorder for sequence in sequences], first.cache
     )
@@ -76,7 +78,7 @@ def write(sequences: list[Sequence]) -> None:
     batch = Batch(sequences)
     try:
         batch.write_first_tokens(batch.prefill())
-        can_infer = not batch.is_compiled and all(sequence.leaves_nothing for sequence in sequences)
+        can_infer = not batch.is_compiled and all(sequence.can_use_inference_mode for sequence in sequences)
         no_gradients = torch.inference_mode if can_infer else torch.no_grad
         with no_gradients():
             while batch.sequences:
@@ -105,7 +107,8 @@ class Batch:
 
     def __init__(self, sequences: list[Sequence]) -> None:
         first = sequences[0]
-        self.sequences, self.pair, self.target, self.drafter = list(sequences), first.pair, first.target, first.drafter
+        self.sequences, self.request, self.pair = list(sequences), first.request, first.pair
+        self.target, self.drafter = first.target, first.drafter
         self.model: Any = first.target.model
         self.binding, self.cache = first.target.hyperdflash_binding, first.cache
         # What one of them reads, all of them do: an observer may want more layers than the drafter.
@@ -141,15 +144,15 @@ class Batch:
                 if padding < end < width and sequence.residuals:
                     sequence.extend(end - padding)
         self._settle_on_cache()
-        self._settle_on_policy()
+        self._choose_policy()
         return outputs
 
     def _run_prompts(self, prompts: TokenBuffer, start: int, end: int) -> TargetOutput:
         config = copy.copy(self.sequences[0].config)
         # Not transformers' own chunks, which before 5.20 or so feed what is in the cache again.
-        config.prefill_chunk_size, config._mask_length = None, end
+        config.prefill_chunk_size = None
         inputs = {**self._kwargs(), **prompts.inputs(start, end)}
-        if start:  # which earlier transformers tell by the mask
+        if start:  # by which transformers knows that the ids are all of the text
             inputs.setdefault("attention_mask", torch.ones_like(prompts.unpadded[:, :end]))
         try:
             with self.binding.capturing_forward(self.capture):
@@ -158,12 +161,12 @@ class Batch:
             setattr(self.cache, OPEN_FORWARDS, 1)
             raise
         if cache_of(outputs) is not self.cache:  # remote code may make a cache of its own
-            self.cache = self.sequences[0].cache = check_cache(cache_of(outputs))
+            self.cache = self.sequences[0].cache = check_croppable(cache_of(outputs))
         return outputs
 
     def _settle_on_cache(self) -> None:
         """Make the cache ready for rounds, and find out how it verifies drafts."""
-        if can_hold_rounds(self.cache):
+        if is_static_attention_cache(self.cache):
             options = compile_options(self.model, {CACHE: self.cache}, self.sequences[0].config)
             self.slots = SlotForward(
                 self.target,
@@ -172,7 +175,7 @@ class Batch:
                 self.sequences[0].config.max_length - 1,
                 [sequence.tokens.mask(sequence.tokens.prompt_length) for sequence in self.sequences],
                 self._most_positions(),
-                self.sequences[0].drafting_stats is None,
+                self.request.drafting_stats is None,
                 None if options is None else self.binding.compiled(options),
                 self.capture,
             )
@@ -188,7 +191,7 @@ class Batch:
             if CausalRound.fits(self.target, text, self._kwargs()):
                 self._masks = CausalMasks(text.ids.device)
         if len(self.sequences) == 1:
-            leave_context(self.cache, self.drafter, self.sequences[0].context)  # its own whenever they end alike
+            store_context(self.cache, self.drafter, self.sequences[0].context)  # its own whenever they end alike
 
     def _fix_contexts(self) -> None:
         """Let the drafter's passes run compiled, too."""
@@ -197,24 +200,24 @@ class Batch:
         contexts = [sequence.context for sequence in self.sequences]
         config = self.sequences[0].config
         # Windows have room for any text. Its length in steps, as each other room would be compiled for.
-        room = self.slots.cache.capacity or static_cache_length(config, config.max_length)
+        room = self.slots.cache.capacity or self.request.static_cache_length(config, config.max_length)
         most_new = 1 + max(sequence.num_drafts for sequence in self.sequences)
         sizes = room, most_new, self._most_positions() - 1
         self._fixed_contexts = self.drafter.fixed_contexts(self.target, contexts, *sizes, self.slots.compiled)
         for sequence, context in zip(self.sequences, self._fixed_contexts):
             sequence.context = context
             if len(contexts) == 1:
-                leave_context(self.cache, self.drafter, context)
+                store_context(self.cache, self.drafter, context)
 
     def _most_positions(self) -> int:
         """Return the most verification positions that a round may have."""
-        budget = self.sequences[0].tree_budget
+        budget = self.request.tree_budget
         nodes = MOST_NODES if budget == AUTO else budget or 0
         return 1 + max(nodes, *(sequence.num_drafts for sequence in self.sequences))
 
-    def _settle_on_policy(self) -> None:
+    def _choose_policy(self) -> None:
         """Draft trees if that is asked for and the target can verify them; and what pays, if that is asked for."""
-        budget, stats = self.sequences[0].tree_budget, self.sequences[0].drafting_stats
+        budget, stats = self.request.tree_budget, self.request.drafting_stats
         is_batch = len(self.sequences) > 1
         if budget == AUTO and is_batch:
             budget = None
@@ -226,7 +229,7 @@ class Batch:
             )
             budget = None
         for sequence in self.sequences:
-            sequence.allow_nodes(MOST_NODES if budget == AUTO else budget)
+            sequence.sampler = replace(sequence.sampler, tree_budget=MOST_NODES if budget == AUTO else budget)
         if stats is not None and is_batch:
             self.policy = BatchPolicy(stats)
         elif stats is not None and budget == AUTO:
@@ -251,11 +254,11 @@ class Batch:
         self._slow_calls = self._count_slow_calls()
         self._began, self._lengths = self.now(), [sequence.tokens.length for sequence in self.sequences]
         free = self._free_slots()
-        self._rooms = [min(sequence.room(), free) for sequence in self.sequences]
-        most = self.policy.begin(max(self._lengths), self._rooms)
-        counts = [min(room, most) for room in self._rooms]
+        self._limits = [min(sequence.draft_limit(), free) for sequence in self.sequences]
+        most = self.policy.begin(max(self._lengths), self._limits)
+        counts = [min(limit, most) for limit in self._limits]
         asked = [(sequence, count) for sequence, count in zip(self.sequences, counts) if count]
-        requests = [sequence.request(count, self.policy.sampler(sequence.sampler)) for sequence, count in asked]
+        requests = [sequence.draft_request(count, self.policy.sampler(sequence.sampler)) for sequence, count in asked]
         began = self.now()
         drafted = self.pair.draft(requests)
         seconds = (self.now() - began) / max(len(asked), 1)
@@ -296,11 +299,13 @@ class Batch:
         streamed = [sequence.streamer_seconds for sequence in self.sequences]
         paths = self._write(round_, outputs)
         seconds, outcomes = self.now() - self._began, []
-        for sequence, tree, path, room, before in zip(self.sequences, round_.trees, paths, self._rooms, self._lengths):
+        for sequence, tree, path, limit, before in zip(
+            self.sequences, round_.trees, paths, self._limits, self._lengths
+        ):
             stats = sequence.stats
-            if room:
+            if limit:
                 stats.keep_tree(tree, path, sequence.tokens.ids[0, before - 1 :])
-            stats.add_round(sequence.tokens.length - before, len(path), tree if room else None)
+            stats.add_round(sequence.tokens.length - before, len(path), tree if limit else None)
             stats.loop_seconds += seconds / len(self.sequences)
             outcomes.append(Outcome(tree, path, sequence.finished))
         waited = sum(sequence.streamer_seconds for sequence in self.sequences) - sum(streamed)

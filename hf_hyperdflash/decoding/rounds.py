@@ -21,8 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from ..targets.attention_masks import attention_mask_for
 from ..targets.caches.name import CACHE
 from ..targets.caches.protocols import RewindableCache
-from ..targets.caches.slot_forward import SlotForward
-from ..targets.caches.static import SlotLayer
+from ..targets.caches.slots import SlotForward, SlotLayer
 from ..targets.target import Target, TargetOutput, TreeVerification
 from ..trees.layout import TreeLayout
 from ..trees.tree import DraftTree
@@ -310,15 +309,6 @@ def _repeated(value: object, times: int) -> object:
     if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == 1:
         return value.repeat_interleave(times, dim=0)
     return value
-
-
-def verification_of(target: Target, cache: RewindableCache) -> TreeVerification:
-    """Return how the target verifies a draft tree of one sequence on top of a cache."""
-    how = target.tree_verification
-    if how == "mask" and not target.can_mask(cache):
-        how = "fork"
-    can_fork = hasattr(cache, "batch_repeat_interleave")  # remote code's own may not
-    return "chain" if how == "fork" and not can_fork else how
 
 
 def round_over(

@@ -14,7 +14,6 @@ from ..trees.layout import TreeLayout
 from .attention_masks import MASKED_IMPLEMENTATIONS
 from .caches.linear import CallRecorder, make_linear_rewindable
 from .caches.protocols import RewindableCache, RewindableLayer
-from .caches.static import SlotLayer
 from .fused import Kernel
 from .hooks import PerThread
 from .rope_switch import rope_switch_of
@@ -342,8 +341,9 @@ class Target:
             count: Verification positions of the round.
             visible: Those that the token sees, its own last.
         """
-        if isinstance(layer, SlotLayer):
-            return layer.columns_of(visible)
+        columns_of = getattr(layer, "columns_of", None)
+        if columns_of is not None:  # of a cache of rounds
+            return cast(torch.Tensor, columns_of(visible))
         past, window = keys - count, getattr(layer, "sliding_window", None) or keys
         return torch.cat([torch.arange(past), past + torch.tensor(visible)])[-window:]
 

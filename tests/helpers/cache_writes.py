@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.cache_utils import Cache
 
-from hf_hyperdflash.targets.caches.static import SlotLayer
+from hf_hyperdflash.targets.caches.slots import SlotLayer
 
 
 class CacheWrites:

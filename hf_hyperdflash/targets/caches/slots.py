@@ -1,4 +1,5 @@
-"""The cache of rounds: keys and values of one or several sequences, from which drafts can be taken back.
+"""The cache of rounds: keys and values of one or several sequences, from which drafts can be taken back, and the
+target's forward over it.
 
 It is made of transformers' dynamic or static cache after the prompts, and gives the text's keys back at the end. Of a
 static one all shapes stay from the first round to the last, so that compiled rounds need to be compiled once.
@@ -6,10 +7,12 @@ static one all shapes stay from the first round to the last, so that compiled ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
@@ -17,18 +20,17 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from transformers.generation.utils import GenerationMixin
 
+from ..attention_masks import AttentionMask, attention_mask_for
+from ..compiled import CompiledForwards, keep_addresses, view_for
 from ..hooks import ResidualCapture
+from ..target import Target, TargetOutput
+from .name import CACHE
 
+# Arguments that are another in each round.
+_OWN = (CACHE, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "logits_to_keep")
 _GROWTH = 256  # columns that a dynamic layer gets at once: more would be memory for nothing
-
-
-def keep_addresses(*states: torch.Tensor) -> None:
-    """Let compiled forwards count on tensors that stay where they are, whatever is written into them: not guarded, as
-    caches come and go. Not where weights are packed: torch would take what a graph only reads for a weight."""
-    for each in states:
-        if not torch._inductor.config.freezing:
-            torch._dynamo.mark_static_address(each, guard=False)
 
 
 def is_of_plain_layers(cache: object) -> bool:
@@ -308,3 +310,260 @@ class SlotCache(Cache):
             length = int(self.starts)
             for own, layer in zip(self.layers, self.stock.layers):
                 own.give_back(cast(StaticLayer, layer), length)
+
+
+class CausalMasks:
+    """Masks of the last positions of a text, each of which sees all that is before: views of one mask, which is made
+    once, and again when a text has outgrown it.
+
+    Args:
+        device: Of the masks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._most_queries, self._most_past = device, 0, 0
+        self._whole = torch.empty(0)
+
+    def __call__(self, past: int, queries: int) -> torch.Tensor:
+        """Return who sees whom, boolean `[1, 1, queries, past + queries]`.
+
+        Args:
+            past: How many keys there are of the tokens before.
+            queries: The number of positions.
+        """
+        if queries > self._most_queries or past > self._most_past:
+            rows, before = max(queries, self._most_queries), 2 * past
+            self._whole = torch.ones(1, 1, rows, before + rows, dtype=torch.bool, device=self._device).tril(before)
+            self._most_queries, self._most_past = rows, before
+        return self._whole[:, :, :queries, self._most_past - past : self._most_past + queries]
+
+
+def needs_preparation(model: PreTrainedModel, kwargs: Mapping[str, object]) -> bool:
+    """Return whether the model makes something of its arguments for each forward, beside those of each round."""
+    prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
+    is_stock = prepare is GenerationMixin.prepare_inputs_for_generation
+    return not is_stock or not kwargs.keys() <= {CACHE, "use_cache", "logits_to_keep"}
+
+
+class SlotForward:
+    """Runs a target over the anchors and drafts of sequences in a dynamic or static cache.
+
+    Args:
+        target: The target.
+        cache: transformers' cache after the prompts, several padded on the left.
+        lengths: Tokens of each sequence's prompt.
+        longest: The most tokens of a sequence that will be in the cache.
+        masks: Which of them are no padding, `[1, tokens]` each; `None` if all are.
+        most: The most verification positions of a round.
+        is_fixed: Whether almost all rounds have so many.
+        compiled: Runs compiled forwards; `None` for eager ones.
+        capture: Of the residual streams.
+
+    Attributes:
+        room: The most tokens of a sequence that the cache has slots for.
+        rows: Of each sequence, its place in the cache. Compiled, those that have ended keep theirs: the shapes stay.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        cache: Cache,
+        lengths: Sequence[int],
+        longest: int,
+        masks: Sequence[torch.Tensor | None],
+        most: int,
+        is_fixed: bool,
+        compiled: CompiledForwards | None,
+        capture: ResidualCapture,
+    ) -> None:
+        self.target, self.compiled, self.capture = target, compiled, capture
+        self.most, self.is_fixed = most, is_fixed
+        # A text that fits in fewer static columns than the window never leaves it. A longer text slides through
+        # these columns, as in plain decoding.
+        columns = [getattr(layer, "max_cache_len", sys.maxsize) for layer in cache.layers]
+        windows = [
+            None if window is None or longest <= count < window else min(window, count)
+            for window, count in zip(target.windows, columns)
+        ]
+        self.cache = SlotCache(cache, windows, lengths, most)
+        self.room = sys.maxsize if self.cache.capacity is None else self.cache.capacity
+        self.rows = list(range(len(lengths)))
+        self._chains: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._causal = CausalMasks(self.cache.starts.device)
+        self._moving_widths: set[int] = set()  # of rounds whose tokens were moved
+        self.real: torch.Tensor | None = None
+        if any(mask is not None for mask in masks):
+            shape = len(lengths), self.cache.capacity or max(lengths)
+            self.real = torch.ones(shape, dtype=torch.bool, device=self.cache.starts.device)
+            for row, mask in zip(self.real, masks):
+                if mask is not None:
+                    row[: mask.shape[1]] = mask[0].bool()
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return len(self.cache.starts)
+
+    @property
+    def index(self) -> torch.Tensor:
+        """`rows` as a tensor."""
+        return torch.tensor(self.rows, device=self.cache.starts.device)
+
+    def width_for(self, positions: int, longest: int) -> int:
+        """Return the verification positions of a round that needs `positions` of them: compiled, one of a few widths.
+
+        Args:
+            positions: Those that are needed.
+            longest: Tokens of the longest sequence before its anchor.
+        """
+        if self.compiled is None:
+            return positions
+        width = self.most if self.is_fixed else min(1 << (positions - 1).bit_length(), self.most)
+        return width if longest + width <= self.room else positions
+
+    def chains(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the distance of each position from the anchor, `[batch, width]`, and which positions it sees, boolean
+        `[batch, width, width]`, of chains: the same in all rounds."""
+        key = self.size, width
+        if key not in self._chains:
+            device = self.cache.starts.device
+            visible = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+            self._chains[key] = (
+                torch.arange(width, device=device).repeat(self.size, 1),
+                visible.repeat(self.size, 1, 1),
+            )
+        return self._chains[key]
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        anchors: torch.Tensor,
+        depths: torch.Tensor,
+        visible: torch.Tensor,
+        longest: int,
+        is_chain: bool,
+        kwargs: dict[str, object],
+    ) -> tuple[TargetOutput, torch.Tensor | None]:
+        """Run the target.
+
+        Args:
+            ids: Anchors and drafts, `[batch, positions]`.
+            anchors: The anchors' true positions, `[..., batch, 1]`.
+            depths: Their distance from the anchor in tokens, `[batch, positions]`.
+            visible: Which of them each sees, boolean `[batch, positions, positions]`.
+            longest: Tokens of the longest sequence before its anchor.
+            is_chain: Whether each position sees all that are before it.
+            kwargs: The arguments that are the same in every round.
+
+        Returns:
+            The target's outputs. Compiled, also `ids` and behind them its most probable token after each,
+            `[batch, 2 * positions]`.
+        """
+        count = ids.shape[1]
+        if needs_preparation(self.target.model, kwargs):  # pictures that were in the prompt are left out, for example
+            prepare = cast(Any, self.target.model).prepare_inputs_for_generation
+            own = {CACHE: self.cache, "position_ids": anchors + depths}
+            kwargs = prepare(ids, next_sequence_length=count, is_first_iteration=False, **{**kwargs, **own})
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OWN}
+        if self.compiled is not None:
+            self.cache.begin(longest, count, view_for(longest + count))
+            self.cache.capture = self.capture
+            inputs = self.cache, self.target, ids, anchors, depths, visible, self.real, kwargs
+            return self.compiled(choose_over_slots, *inputs)
+        self.cache.begin(longest, count)
+        masks = self._masks(depths, visible, longest, is_chain)
+        return run_over_slots(self.cache, self.target, ids, anchors + depths, masks, kwargs), None
+
+    def _masks(
+        self, depths: torch.Tensor, visible: torch.Tensor, longest: int, is_chain: bool
+    ) -> dict[int | None, torch.Tensor]:
+        """Return which slots each position of an eager round sees, by the window of the layers."""
+        end = longest + depths.shape[1]
+        windows = {layer.window for layer in self.cache.layers}
+        # A chain whose text has left no window yet sees all that is before: a view of a mask that is made once.
+        if self.size > 1 or not is_chain or self.real is not None or any(end > window for window in windows if window):
+            return self.cache.masks(visible, depths, self.real)
+        mask = self._causal(longest, depths.shape[1])
+        return {window: mask for window in windows}
+
+    def accept(self, kept: list[list[int]], width: int, has_trees: bool) -> None:
+        """Keep the positions `kept` of each sequence, a path from the anchor on, and no others.
+
+        Args:
+            kept: Of each sequence.
+            width: Verification positions of the round.
+            has_trees: Whether there are several paths.
+        """
+        starts, counts = self.cache.starts, [0] * self.size
+        for row, path in zip(self.rows, kept):
+            counts[row] = len(path)
+        is_first = has_trees and self.compiled is not None and width not in self._moving_widths
+        # The first trees of a width in any case: what moves tokens is compiled then, and not some texts later.
+        if is_first or any(path != list(range(len(path))) for path in kept):
+            self._moving_widths.add(width)
+            places, _ = self.chains(width)
+            old = places.cpu().clone()
+            for row, path in zip(self.rows, kept):
+                old[row, : len(path)] = torch.tensor(path)
+            moves = self.cache, old.to(starts.device), places
+            if self.compiled is None:
+                move_in_slots(*moves)
+            else:
+                self.compiled(move_in_slots, *moves)
+        starts += counts[0] if self.size == 1 else torch.tensor(counts, device=starts.device)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Go on with the sequences `indices` alone."""
+        self.rows = [self.rows[index] for index in indices.tolist()]
+        if self.compiled is None:
+            self.cache.batch_select_indices(self.index)
+            self.real = None if self.real is None else self.real[self.index]
+            self.rows = list(range(len(self.rows)))
+
+
+def run_over_slots(
+    cache: SlotCache,
+    target: Target,
+    ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    visible: dict[int | None, torch.Tensor],
+    kwargs: dict[str, object],
+) -> TargetOutput:
+    """Run the target's forward.
+
+    Args:
+        cache: The sequences'.
+        target: The target.
+        ids: Anchors and drafts, `[batch, positions]`.
+        position_ids: True positions, `[..., batch, positions]`.
+        visible: Which slots each position sees, by the window of the layers.
+        kwargs: Other arguments of the target.
+    """
+    implementation = target.config._attn_implementation
+    masks = {window: attention_mask_for(implementation, mask, target.dtype) for window, mask in visible.items()}
+    by_kind: dict[str, AttentionMask] = {layer.kind: masks[layer.window] for layer in cache.layers}
+    attention_mask = by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
+    inputs = {**kwargs, CACHE: cache, "attention_mask": attention_mask, "position_ids": position_ids}
+    return target.model(input_ids=ids, return_dict=True, **inputs)
+
+
+def choose_over_slots(
+    cache: SlotCache,
+    target: Target,
+    ids: torch.Tensor,
+    anchors: torch.Tensor,
+    depths: torch.Tensor,
+    visible: torch.Tensor,
+    real: torch.Tensor | None,
+    kwargs: dict[str, object],
+) -> tuple[TargetOutput, torch.Tensor]:
+    """Do the same, with the masks and the choices of greedy rounds in the same graph; see [`SlotForward.__call__`]."""
+    outputs = run_over_slots(cache, target, ids, anchors + depths, cache.masks(visible, depths, real), kwargs)
+    choices = outputs.logits.to(ids.device, torch.float32).argmax(-1)
+    return outputs, torch.cat([ids, choices], dim=-1)
+
+
+def move_in_slots(cache: SlotCache, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Move tokens of a round in all layers; see [`SlotLayer.move`]."""
+    for layer in cache.layers:
+        layer.move(old, new)

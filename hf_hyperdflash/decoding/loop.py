@@ -76,9 +76,7 @@ def run_round(batch: Batch) -> None:
     streamed = sum(sequence.streamer_seconds for sequence in sequences)
 
     # Draft what fits into text and cache, and pays.
-    free = sys.maxsize
-    if slots is not None:
-        free = min(slots.room - max(sequence.tokens.end for sequence in sequences), slots.most - 1)
+    free = sys.maxsize if slots is None else slots.free(max(sequence.tokens.end for sequence in sequences))
     limits = [min(sequence.draft_limit(), free) for sequence in sequences]
     most = policy.begin(max(lengths), limits)
     counts = [min(limit, most) for limit in limits]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from torch.profiler import profile
 from transformers import CompileConfig, DynamicCache, StaticCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from hf_hyperdflash import PromptLookupDrafter, bind, unbind
 from hf_hyperdflash.auto.policies import ChainPolicy
@@ -102,10 +102,14 @@ def test_trees_that_have_no_room_are_cut():
     st.sampled_from([None, 3, 5, 8]),
     st.integers(1, 20),
     st.integers(1, 3),
+    st.booleans(),
 )
-def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size):
+def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size, is_static):
     """Round after round: each position sees, in the order of the text, the tokens that it is to see, and no others."""
-    layer = StaticLayer(200) if window is None else StaticSlidingWindowLayer(200, sliding_window=window)
+    if is_static:
+        layer = StaticLayer(200) if window is None else StaticSlidingWindowLayer(200, sliding_window=window)
+    else:  # whose slots become more
+        layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
     lengths = [prompt_length - min(row, prompt_length - 1) for row in range(size)]
     numbers = torch.zeros(size, 1, prompt_length, 1)
     texts = []
@@ -115,7 +119,7 @@ def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size):
     layer.update(numbers, -numbers)
     stock = DynamicCache()
     stock.layers = [layer]
-    cache, count = SlotCache(stock, [window], lengths, width=9), 100
+    cache, count = SlotCache(stock, [window], lengths, width=9 if is_static else 2), 100
     for parents, choice in rounds:
         layout = TreeLayout(DraftTree(torch.zeros(len(parents)), tuple(parents)))
         width = len(layout)
@@ -143,8 +147,9 @@ def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size):
     if size == 1:
         cache.give_back()
         assert int(layer.get_seq_length()) == len(texts[0])
-        held = texts[0][-layer.max_cache_len :]
+        held = texts[0][-layer.max_cache_len :] if is_static else texts[0][1 - window if window else 0 :]
         assert layer.keys[0, 0, : len(held), 0].tolist() == held
+        assert is_static or layer.keys.shape[2] == len(held)
 
 
 # Compiled

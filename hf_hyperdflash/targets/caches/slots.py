@@ -123,15 +123,26 @@ class SlotLayer(StaticLayer):
             slots[index, :, own] = states[index, :, held - kept : held].to(slots.device, copy=slots is states)
         return slots
 
-    def make_room(self, count: int) -> None:
-        """Let a dynamic layer have at least `count` slots."""
-        if count > self.capacity and not (self.is_static or self.goes_round):
-            more = count + _GROWTH - self.capacity
-            self.keys, self.values = (
-                torch.nn.functional.pad(cast(torch.Tensor, states), (0, 0, 0, more))
-                for states in (self.keys, self.values)
-            )
-            self.capacity += more
+    def make_room(self, longest: int, width: int) -> None:
+        """Let a dynamic layer have slots for a round.
+
+        Args:
+            longest: Tokens of the longest sequence before its anchor.
+            width: Verification positions.
+        """
+        pad, window = torch.nn.functional.pad, self.window or 0
+        more = (window - 1 if self.goes_round else longest) + width - self.capacity
+        if self.is_static or more <= 0:
+            return
+        keys, values = cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
+        more += 0 if self.goes_round else _GROWTH
+        self.keys, self.values = pad(keys, (0, 0, 0, more)), pad(values, (0, 0, 0, more))
+        if self.goes_round:  # a tree is wider than was to be expected, and where a token lies depends on the capacity
+            for row, length in enumerate(self.starts.tolist()):
+                tokens = torch.arange(max(0, length - window + 1), length, device=self.device)
+                old, new = tokens % self.capacity, tokens % (self.capacity + more)
+                self.keys[row, :, new], self.values[row, :, new] = keys[row, :, old], values[row, :, old]
+        self.capacity += more
 
     def _slots(self, places: torch.Tensor) -> torch.Tensor:
         """Return the slots of places of the round, 0 for the anchor's, `[batch, places]`."""
@@ -275,7 +286,7 @@ class SlotCache(Cache):
         places = torch.arange(width, device=self.starts.device)
         columns: dict[int, torch.Tensor] = {}
         for layer in self.layers:
-            layer.make_room(longest + width)
+            layer.make_room(longest, width)
             layer.attended = min(attended or longest + width, layer.capacity)
             if attended is not None:
                 layer.columns = None
@@ -387,6 +398,7 @@ class SlotForward:
         ]
         self.cache = SlotCache(cache, windows, lengths, most)
         self.room = sys.maxsize if self.cache.capacity is None else self.cache.capacity
+        self._is_static = self.cache.layers[0].is_static
         self.rows = list(range(len(lengths)))
         self._chains: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._causal = CausalMasks(self.cache.starts.device)
@@ -403,6 +415,10 @@ class SlotForward:
     def size(self) -> int:
         """The number of rows."""
         return len(self.cache.starts)
+
+    def free(self, longest: int) -> int:
+        """Return how many drafts a round has slots for whose longest sequence has so many tokens."""
+        return min(self.room - longest, self.most - 1) if self._is_static else sys.maxsize
 
     @property
     def index(self) -> torch.Tensor:

@@ -91,7 +91,7 @@ def run_case(seed: int) -> tuple[str, str | None]:
     text, filled = prompt(chance.randint(1, 40), seed=seed), None
     turns = 1 if is_whole else chance.choice([1, 1, 2])
     keeps_cache = turns > 1 or bool(seed % 2)  # else rounds run in inference mode
-    if target_of(target).takes_static_caches and chance.random() < 0.4:
+    if target_of(target).tree_verification == "mask" and chance.random() < 0.4:
         filled = StaticCache(config=target.config.get_text_config(decoder=True), max_cache_len=120)
     for turn in range(turns):
         options["attention_mask"] = torch.ones_like(text)  # else a padding token that was written would be hidden
@@ -144,7 +144,7 @@ def trained_kinds(target: Any) -> dict[str, Any]:
 
 @cache
 def static_targets() -> list[Callable[[], PreTrainedModel]]:
-    return [made for made in (*TARGETS, *ALSO_MASKED) if target_of(bound(made)).takes_static_caches]
+    return [made for made in (*TARGETS, *ALSO_MASKED) if target_of(bound(made)).tree_verification == "mask"]
 
 
 def run_compiled_case(seed: int, backend: str) -> tuple[str, str | None]:

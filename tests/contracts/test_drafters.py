@@ -377,7 +377,7 @@ def test_of_a_target_with_more_rows_the_known_ones_are_drafted(kind, drafted, tm
     assert max(int(text[0, 11:].max()) for text in plain) >= KNOWN
     drafter.bind(target)
     ways = [greedy, greedy | {"tree_budget": 9}, sampled, sampled | {"tree_budget": 9, "repetition_penalty": 1.1}]
-    if target_of(target).takes_static_caches:
+    if target_of(target).tree_verification == "mask":
         ways.append(greedy | {"cache_implementation": "static", "disable_compile": True})
     for options in ways:
         for row, text in zip(ids.split(1), plain):

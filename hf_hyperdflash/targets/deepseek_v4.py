@@ -43,8 +43,6 @@ from .gate import stream_gates
 from .hooks import PerThread
 from .target import TreeVerification, Trunk
 
-# This vocabulary has no mask token; the id is what DeepSeek's own DSpark drafter masks with.
-_VOCAB_SIZE, _MASK_TOKEN = 129280, 128799
 _COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
 
 
@@ -104,10 +102,6 @@ class DeepseekV4(HyperConnected):
     @property
     def collapse_modules(self) -> tuple[nn.Module, ...]:
         return super().collapse_modules if self._bare is None else (self.trunk.norm,)
-
-    @property
-    def mask_token_id(self) -> int | None:
-        return _MASK_TOKEN if self.config.vocab_size == _VOCAB_SIZE else None
 
     def check_computes(self) -> None:
         if isinstance(self.norm, DeepseekV4RMSNorm) and self.norm.weight.dtype == torch.float32:

@@ -12,9 +12,6 @@ from transformers import PreTrainedModel
 from .fused import Kernel, hyper_connection
 from .target import Target, Trunk
 
-# `<|reserved_200000|>`, which the chat format leaves unused and other DFlash drafters for it mask with.
-_VOCAB_SIZE, _MASK_TOKEN = 201088, 200000
-
 
 class HyperConnected(Target):
     """A target whose `hc_head` has one gate per residual stream."""
@@ -106,21 +103,6 @@ class Qwen4Exp(Target):
 
 
 # One residual stream
-
-
-class GptOss(Target):
-    """A target whose padding token ends texts, too, and is no mask token."""
-
-    title = "gpt-oss"
-
-    @classmethod
-    def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
-        # Also the text part of a multimodal class: the class of the head does not matter here.
-        return target.config.get_text_config(decoder=True).model_type == "gpt_oss"
-
-    @property
-    def mask_token_id(self) -> int | None:
-        return _MASK_TOKEN if self.config.vocab_size == _VOCAB_SIZE else None
 
 
 class Granite(Target):

@@ -11,14 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .deepseek_v4 import DeepseekV4
-from .families import Glm5Next, GptOss, Granite, HyperConnected, MambaHybrid, Qwen4Exp
+from .families import Glm5Next, Granite, HyperConnected, MambaHybrid, Qwen4Exp
 from .hooks import ResidualTap
 from .target import Target
 
 # The first family that fits is chosen.
-FAMILIES: tuple[type[Target], ...] = (
-    DeepseekV4, Glm5Next, HyperConnected, Qwen4Exp, GptOss, Granite, MambaHybrid, Target
-)  # fmt: skip
+FAMILIES: tuple[type[Target], ...] = (DeepseekV4, Glm5Next, HyperConnected, Qwen4Exp, Granite, MambaHybrid, Target)
 
 
 def target_of(model: PreTrainedModel | Target) -> Target:

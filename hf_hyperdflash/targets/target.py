@@ -72,8 +72,6 @@ class Target:
         streams: How many residual streams leave its decoder layers.
         why_ungated: The reason why a drafter cannot inherit a gate from it; empty if it can.
         rewindable_kinds: The `config.layer_types` whose cache layers can be rewound after [`make_rewindable`].
-        mask_token_id: A token that no text of the family has, where the vocabulary alone does not show it; `None` if
-            none is known.
         skips_padding: Whether its text would depend on the amount of padding, so that it must not see any.
         rounds: For each thread, its forwards that verify drafts.
         rope_switch: The length of a text at which its rotary frequencies change; `None` where they never do.
@@ -216,10 +214,6 @@ class Target:
     def dtype(self) -> torch.dtype:
         """The dtype of the residual stream."""
         return self.input_embedding.weight.dtype
-
-    @property
-    def mask_token_id(self) -> int | None:
-        return None
 
     def check_computes(self) -> None:
         """Raise a `ValueError` if the installed transformers cannot run the target in the dtype that it has."""

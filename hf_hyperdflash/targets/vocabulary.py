@@ -27,6 +27,10 @@ _RENAMED = 0.01  # of the tokens: a fine-tuned model's names for some that were 
 # For each target, the numbers of tokens of drafters and its own that were found to fit: a line says so once.
 _fitting: WeakKeyDictionary[PreTrainedModel, set[tuple[int, int]]] = WeakKeyDictionary()
 
+# Tokens that no text of a family has, where its vocabulary does not show it, by the text model's type and the size of
+# its vocabulary: what DeepSeek's own DSpark drafter masks with, and `<|reserved_200000|>` of gpt-oss, whose padding
+# token ends texts, too. Its chat format leaves that one unused, and other DFlash drafters mask with it.
+_MASK_TOKENS = {("deepseek_v4", 129280): 128799, ("gpt_oss", 201088): 200000}
 # The names of tokens that a tokenizer reserves for later uses, and
 _RESERVED = re.compile(r"reserved|unused|place.?holder|(extra|dummy|control|special)(.id|.token)?.?\d", re.IGNORECASE)
 # of the marks between a repository's files, issues and notebooks in a pretraining corpus (StarCoder's).
@@ -160,8 +164,8 @@ def _candidates(target: Target, tokenizer: PreTrainedTokenizerBase | None) -> It
             ends |= set(value if isinstance(value, list) else [] if value is None else [value])
     if tokenizer is not None and tokenizer.mask_token_id is not None:
         yield tokenizer.mask_token_id, f"the tokenizer's {tokenizer.mask_token!r}"
-    if target.mask_token_id is not None:
-        yield target.mask_token_id, "the target family's own"
+    if (config.model_type, config.vocab_size) in _MASK_TOKENS:
+        yield _MASK_TOKENS[config.model_type, config.vocab_size], "the target family's own"
     if tokenizer is not None:
         unused = max(tokenizer.get_vocab().values()) + 1
         if unused < config.vocab_size:

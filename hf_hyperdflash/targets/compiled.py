@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.generation.configuration_utils import GenerationConfig
 
-from .fused import with_own_code
+from .fused import copy_function
 
 LEAST_VIEW = 2048  # slots that a compiled round reads; for a longer text twice as many, and so on
 _SLOW_CALLS = 3  # of a compiled function: CUDA graphs warm up in the first one and are recorded in the next
@@ -45,7 +45,7 @@ class CompiledGraph:
     """
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
-        self._function, self.calls = with_own_code(function), 0
+        self._function, self.calls = copy_function(function), 0
         self.guarded = torch.compile(self._function, **options)
 
     def without_guards(self) -> Callable[..., Any] | None:

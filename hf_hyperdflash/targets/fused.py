@@ -170,7 +170,7 @@ class Fusion:
         """Run a hyper-connection's own forward, compiled once for every number of tokens."""
         kind: Any = type(module)
         if kind not in self._compiled:
-            self._compiled[kind] = torch.compile(with_own_code(kind.forward), fullgraph=True, dynamic=False)
+            self._compiled[kind] = torch.compile(copy_function(kind.forward), fullgraph=True, dynamic=False)
         batch, seq = streams.shape[:2]
         tokens = streams if batch == 1 else streams.flatten(0, 1).unsqueeze(0)
         graph = kind, streams.dtype, streams.is_inference(), module.fn.requires_grad
@@ -192,7 +192,7 @@ def _runs_triton(device: str) -> bool:
     return _is_interpreted() if device == "cpu" else device in ("cuda", "xpu") and _kernels() is not None
 
 
-def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function with code of its own: torch keeps graphs by code, and those of one target must not
     count as recompilations of another's."""
     code, name = function.__code__.replace(), function.__name__

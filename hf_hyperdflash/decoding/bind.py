@@ -22,7 +22,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from ..auto.policies import DraftingStats
 from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
-from ..targets.caches.slot_forward import CompiledForwards, CompiledGraphs
+from ..targets.compiled import CompiledForwards, CompiledGraphs
 from ..targets.fused import Fusion
 from ..targets.hooks import ResidualCapture, ResidualTap
 from ..targets.registry import check_layers, is_bound, is_drafter, target_of

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..targets.caches.slot_forward import CompiledForwards
+from ..targets.compiled import CompiledForwards
 from ..targets.registry import check_layers, check_vocabulary
 from ..targets.target import Target
 from ..trees.tree import DraftTree

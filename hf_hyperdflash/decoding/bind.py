@@ -24,12 +24,11 @@ from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
 from ..targets.compiled import CompiledForwards, CompiledGraphs
 from ..targets.fused import Fusion
-from ..targets.hooks import ResidualCapture, ResidualTap
+from ..targets.hooks import ResidualCapture, ResidualTap, count_forwards
 from ..targets.registry import check_layers, is_bound, is_drafter, target_of
-from ..targets.target import Target
+from ..targets.target import Target, stop_recording
 from ..version import __version__
 from .candidates import DraftCandidateGenerator
-from .continuation import count_forwards, stop_recording
 from .loop import speculative_decoding
 from .pair import CheckedPairs, Pair
 from .request import Request, is_static_attention_cache

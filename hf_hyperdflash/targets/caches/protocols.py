@@ -1,7 +1,8 @@
-"""What targets and the loop ask of a cache: of transformers' own and of remote code's."""
+"""What targets and the loop ask of a cache, of transformers' own and of remote code's; and whether it is whole."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -33,3 +34,11 @@ class RewindableCache(Protocol):
     def crop(self, tokens_to_remove: int) -> None: ...
     def batch_repeat_interleave(self, repeats: int) -> None: ...
     def batch_select_indices(self, indices: torch.Tensor) -> None: ...
+
+
+def is_between_writes(cache: object, error: BaseException) -> bool:
+    """Return whether an exception was raised outside the methods of a cache's layers, so that each layer holds either
+    nothing or all of the forward that was interrupted."""
+    layers = {id(layer) for layer in getattr(cache, "layers", ())}
+    inside = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    return bool(layers) and layers.isdisjoint(inside)

@@ -30,8 +30,7 @@ from ..targets.target import Target, stop_recording
 from ..version import __version__
 from .candidates import DraftCandidateGenerator
 from .loop import speculative_decoding
-from .pair import CheckedPairs, Pair
-from .request import Request, is_static_attention_cache
+from .request import CheckedPairs, Pair, Request, is_static_attention_cache
 from .rows import Row, rows_of
 from .sequence import Sequence
 
@@ -222,7 +221,7 @@ class BoundTarget(_Mixed):
         rows = [Row(input_ids, model_kwargs, logits_processor, stopping_criteria)]
         if request.rows > 1:
             config.num_return_sequences = 1  # in each row
-            rows = rows_of(request, rows[0], config, cast(torch.Tensor, inputs_tensor), tokenizer)
+            rows = rows_of(self, request.arguments, rows[0], config, cast(torch.Tensor, inputs_tensor), tokenizer)
         # All are prepared before the first is written: an error of one comes before any work, and `max_time` is for
         # all.
         sequences = []

@@ -9,6 +9,7 @@ for.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
@@ -19,10 +20,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
-from .caches.protocols import OPEN_FORWARDS
-
 # Among layer ids: what enters the first layer. A number that nobody means: to many -2 is the layer before the last.
 EMBEDDINGS = -1_000_000
+# The attribute of a cache that counts the forwards which began to fill it and did not end. Unless it is 0, the parts
+# of the cache may hold different tokens. Most parts count their tokens, but a running state does not.
+OPEN_FORWARDS = "_hyperdflash_torn"
 T = TypeVar("T")
 LayerOutput = torch.Tensor | tuple[torch.Tensor, ...]  # of a decoder layer
 
@@ -167,3 +169,11 @@ def _count(
     for value in (*args, *named):
         if isinstance(value, Cache):
             setattr(value, OPEN_FORWARDS, max(0, getattr(value, OPEN_FORWARDS, 0) + change))
+
+
+def is_between_writes(cache: object, error: BaseException) -> bool:
+    """Return whether an exception was raised outside the methods of a cache's layers, so that each layer holds either
+    nothing or all of the forward that was interrupted."""
+    layers = {id(layer) for layer in getattr(cache, "layers", ())}
+    inside = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    return bool(layers) and layers.isdisjoint(inside)

@@ -253,9 +253,9 @@ class BoundTarget(_Mixed):
         request = _request.get()
         if request is not None and request.drafter is drafter:
             return request
-        asked = {"generation_config": config} if request is None else request.arguments
+        known = {"generation_config": config} if request is None else request.arguments
         own = {"inputs": None, "input_ids": None, "assistant_model": drafter, CACHE: model_kwargs.get(CACHE)}
-        return Request(self, {**asked, **own})
+        return Request(self, {**known, **own})
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.

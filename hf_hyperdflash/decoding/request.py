@@ -144,10 +144,10 @@ class Pair:
     def scores_are_finite(self, request: DraftRequest) -> bool:
         """Return whether the drafter's scores of the next draft are finite. It is asked for one draft, and none is
         drawn."""
-        asked = _AdmitsNone()
-        sampler = DraftSampler(LogitsProcessorList(), do_sample=False, chain_admission=asked)
+        admission = _AdmitsNone()
+        sampler = DraftSampler(LogitsProcessorList(), do_sample=False, chain_admission=admission)
         self.drafter.draft(self.target, [request._replace(sampler=sampler)])
-        return asked.are_finite
+        return admission.are_finite
 
 
 class Request:
@@ -188,16 +188,16 @@ class Request:
         ids = arguments.get("inputs")
         ids = arguments.get("input_ids") if ids is None else ids
         self.ids = ids if isinstance(ids, torch.Tensor) and ids.ndim == 2 else None
-        count = self.setting("num_return_sequences")
+        texts = self.setting("num_return_sequences")
         # Without a prompt, transformers starts one with the target's first token.
-        self.rows = (count if type(count) is int else 1) * (1 if self.ids is None else len(self.ids))
+        self.rows = (texts if type(texts) is int else 1) * (1 if self.ids is None else len(self.ids))
         self.tree_budget: int | Literal["auto"] | None = self.setting("tree_budget")
         if self.drafter is not None:
-            self.pair, asked = Pair.checked(self.target, self.drafter), self._asked_drafts(self.drafter)
-            most = self.drafter.max_draft_tokens or _MAX_AUTO_DRAFTS
-            self.num_drafts = most if asked == AUTO else cast(int, asked)
+            self.pair, count = Pair.checked(self.target, self.drafter), self._num_assistant_tokens(self.drafter)
+            max_drafts = self.drafter.max_draft_tokens or _MAX_AUTO_DRAFTS
+            self.num_drafts = max_drafts if count == AUTO else cast(int, count)
             self.drafting_stats: DraftingStats | None = None
-            if AUTO in (asked, self.tree_budget):
+            if AUTO in (count, self.tree_budget):
                 stats = self.pair.facts.stats
                 self.drafting_stats = stats.setdefault(bool(self.setting("do_sample")), DraftingStats())
 
@@ -206,7 +206,7 @@ class Request:
         said = [self.arguments.get(name), *(getattr(config, name, None) for config in self._configs)]
         return next((value for value in said if value is not None), None)
 
-    def _asked_drafts(self, drafter: Drafter) -> int | str:
+    def _num_assistant_tokens(self, drafter: Drafter) -> int | str:
         """Return `num_assistant_tokens`, or else the drafter's own number."""
         found = self.arguments.get("num_assistant_tokens")
         for config in self._configs:

@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 def rows_of(
     target: Any,
-    asked: Mapping[str, Any],
+    call: Mapping[str, Any],
     batch: Row,
     config: GenerationConfig,
     prompts: torch.Tensor,
@@ -49,7 +49,7 @@ def rows_of(
 
     Args:
         target: The bound target.
-        asked: The arguments of the call.
+        call: The arguments of the call.
         batch: All texts.
         config: The generation configuration, as prepared.
         prompts: `[prompts, seq]`. Of each there may be several texts.
@@ -59,13 +59,13 @@ def rows_of(
         ValueError: If a processor or a criterion cannot be copied.
     """
     rows = len(batch.ids)
-    called = {name: list(asked.get(name) or ()) for name in _CALLED}
+    called = {name: list(call.get(name) or ()) for name in _CALLED}
     copies = _Copies([each for given in called.values() for each in given])
-    allowed = asked.get("prefix_allowed_tokens_fn")
+    allowed = call.get("prefix_allowed_tokens_fn")
     of_prompts = {
         "encoder_input_ids": prompts,
-        "negative_prompt_ids": asked.get("negative_prompt_ids"),
-        "negative_prompt_attention_mask": asked.get("negative_prompt_attention_mask"),
+        "negative_prompt_ids": call.get("negative_prompt_ids"),
+        "negative_prompt_attention_mask": call.get("negative_prompt_attention_mask"),
     }
     found = []
     for row in range(rows):

@@ -17,7 +17,7 @@ from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, T
 from ..drafters.base import AUTO
 from ..drafters.parts.fixed_context import CompiledContext
 from ..targets.caches.name import CACHE, cache_of
-from ..targets.caches.slots import SlotForward, is_of_plain_layers, needs_preparation
+from ..targets.caches.slots import SlotForward, is_of_plain_layers
 from ..targets.compiled import CompiledForwards, compile_options
 from ..targets.hooks import OPEN_FORWARDS, is_between_writes
 from ..targets.target import TargetOutput, TreeVerification, stop_recording
@@ -100,11 +100,9 @@ class Batch:
     def _choose_cache(self) -> None:
         """Make the cache ready for rounds, and find out how it verifies drafts."""
         first, lengths = self.sequences[0], [sequence.tokens.prompt_length for sequence in self.sequences]
-        is_static = is_static_attention_cache(self.cache)
         can_mask = self.target.takes_static_caches and is_of_plain_layers(self.cache)
-        is_plain = can_mask and not needs_preparation(self.target.model, self.kwargs())
-        if is_static or is_plain or len(self.sequences) > 1:
-            if is_static:
+        if can_mask or len(self.sequences) > 1:
+            if is_static_attention_cache(self.cache):
                 options = compile_options(self.target.model, {CACHE: self.cache}, first.config)
                 self.compiled = None if options is None else self.binding.compiled(options)
             self.slots = SlotForward(

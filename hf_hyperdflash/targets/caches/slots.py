@@ -8,11 +8,10 @@ static one all shapes stay from the first round to the last, so that compiled ro
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
@@ -349,13 +348,6 @@ class CausalMasks:
         return self._whole[:, :, :queries, self._most_past - past : self._most_past + queries]
 
 
-def needs_preparation(model: PreTrainedModel, kwargs: Mapping[str, object]) -> bool:
-    """Return whether the model makes something of its arguments for each forward, beside those of each round."""
-    prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
-    is_stock = prepare is GenerationMixin.prepare_inputs_for_generation
-    return not is_stock or not kwargs.keys() <= {CACHE, "use_cache", "logits_to_keep"}
-
-
 class SlotForward:
     """Runs a target over the anchors and drafts of sequences in a dynamic or static cache.
 
@@ -475,20 +467,23 @@ class SlotForward:
             The target's outputs. Compiled, also `ids` and behind them its most probable token after each,
             `[batch, 2 * positions]`.
         """
-        count = ids.shape[1]
-        if needs_preparation(self.target.model, kwargs):  # pictures that were in the prompt are left out, for example
-            prepare = cast(Any, self.target.model).prepare_inputs_for_generation
-            own = {CACHE: self.cache, "position_ids": anchors + depths}
-            kwargs = prepare(ids, next_sequence_length=count, is_first_iteration=False, **{**kwargs, **own})
+        count, position_ids, model = ids.shape[1], anchors + depths, cast(Any, self.target.model)
+        prepare = model.prepare_inputs_for_generation
+        is_stock = getattr(prepare, "__func__", None) is GenerationMixin.prepare_inputs_for_generation
+        if not (is_stock and kwargs.keys() <= {CACHE, "use_cache", "logits_to_keep"}):
+            # Models of others, and multimodal ones, change positions or leave out pictures that were in the prompt.
+            given = {**kwargs, CACHE: self.cache, "position_ids": position_ids}
+            kwargs = prepare(ids, next_sequence_length=count, is_first_iteration=False, **given)
+            position_ids = cast(torch.Tensor, kwargs.get("position_ids", position_ids))
         kwargs = {name: value for name, value in kwargs.items() if name not in _OWN}
         if self.compiled is not None:
             self.cache.begin(longest, count, view_for(longest + count))
             self.cache.capture = self.capture
-            inputs = self.cache, self.target, ids, anchors, depths, visible, self.real, kwargs
+            inputs = self.cache, self.target, ids, position_ids, depths, visible, self.real, kwargs
             return self.compiled(choose_over_slots, *inputs)
         self.cache.begin(longest, count)
         masks = self._masks(depths, visible, longest, is_chain)
-        return run_over_slots(self.cache, self.target, ids, anchors + depths, masks, kwargs), None
+        return run_over_slots(self.cache, self.target, ids, position_ids, masks, kwargs), None
 
     def _masks(
         self, depths: torch.Tensor, visible: torch.Tensor, longest: int, is_chain: bool
@@ -567,14 +562,14 @@ def choose_over_slots(
     cache: SlotCache,
     target: Target,
     ids: torch.Tensor,
-    anchors: torch.Tensor,
+    position_ids: torch.Tensor,
     depths: torch.Tensor,
     visible: torch.Tensor,
     real: torch.Tensor | None,
     kwargs: dict[str, object],
 ) -> tuple[TargetOutput, torch.Tensor]:
     """Do the same, with the masks and the choices of greedy rounds in the same graph; see [`SlotForward.__call__`]."""
-    outputs = run_over_slots(cache, target, ids, anchors + depths, cache.masks(visible, depths, real), kwargs)
+    outputs = run_over_slots(cache, target, ids, position_ids, cache.masks(visible, depths, real), kwargs)
     choices = outputs.logits.to(ids.device, torch.float32).argmax(-1)
     return outputs, torch.cat([ids, choices], dim=-1)
 

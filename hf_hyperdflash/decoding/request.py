@@ -55,7 +55,7 @@ class PairFacts(NamedTuple):
 
 
 class CheckedPairs(WeakKeyDictionary[Drafter, PairFacts]):
-    """Of a bound target, by drafter. A copy of the target has none: elsewhere there are no such drafters.
+    """The facts of a bound target's pairs, by drafter. A copy of the target has none: its drafters are others.
 
     Attributes:
         binders: The drafters that have bound the target and not unbound it: it stays bound while there are some.

@@ -17,15 +17,14 @@ from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, T
 from ..drafters.base import AUTO
 from ..drafters.parts.fixed_context import CompiledContext
 from ..targets.caches.name import CACHE, cache_of
-from ..targets.caches.protocols import OPEN_FORWARDS
 from ..targets.caches.slots import SlotForward, is_of_plain_layers
 from ..targets.compiled import CompiledForwards, compile_options
-from ..targets.target import TargetOutput, TreeVerification
+from ..targets.hooks import OPEN_FORWARDS, is_between_writes
+from ..targets.target import TargetOutput, TreeVerification, stop_recording
 from ..trees.tree import DraftTree
-from .continuation import is_between_writes, stop_recording, store_context
 from .request import check_croppable, is_static_attention_cache
 from .rounds import ChainRound
-from .sequence import Sequence
+from .sequence import Sequence, store_context
 from .tokens import padded
 
 logger = logging.getLogger(__name__)

@@ -24,15 +24,13 @@ from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
 from ..targets.compiled import CompiledForwards, CompiledGraphs
 from ..targets.fused import Fusion
-from ..targets.hooks import ResidualCapture, ResidualTap
+from ..targets.hooks import ResidualCapture, ResidualTap, count_forwards
 from ..targets.registry import is_bound, is_drafter, target_of
-from ..targets.target import Target
+from ..targets.target import Target, stop_recording
 from ..version import __version__
 from .candidates import DraftCandidateGenerator
-from .continuation import count_forwards, stop_recording
 from .loop import speculative_decoding
-from .pair import CheckedPairs, Pair
-from .request import Request, is_static_attention_cache
+from .request import CheckedPairs, Pair, Request, is_static_attention_cache
 from .rows import Row, rows_of
 from .sequence import Sequence
 
@@ -223,7 +221,7 @@ class BoundTarget(_Mixed):
         rows = [Row(input_ids, model_kwargs, logits_processor, stopping_criteria)]
         if request.rows > 1:
             config.num_return_sequences = 1  # in each row
-            rows = rows_of(request, rows[0], config, cast(torch.Tensor, inputs_tensor), tokenizer)
+            rows = rows_of(self, request.arguments, rows[0], config, cast(torch.Tensor, inputs_tensor), tokenizer)
         # All are prepared before the first is written: an error of one comes before any work, and `max_time` is for
         # all.
         sequences = []
@@ -255,9 +253,9 @@ class BoundTarget(_Mixed):
         request = _request.get()
         if request is not None and request.drafter is drafter:
             return request
-        asked = {"generation_config": config} if request is None else request.arguments
+        known = {"generation_config": config} if request is None else request.arguments
         own = {"inputs": None, "input_ids": None, "assistant_model": drafter, CACHE: model_kwargs.get(CACHE)}
-        return Request(self, {**asked, **own})
+        return Request(self, {**known, **own})
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.

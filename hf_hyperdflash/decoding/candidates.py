@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.utils.generic import ModelOutput
 
 from ..drafters.sampling import DraftRequest, DraftSampler
-from .pair import Pair
+from .request import Pair
 
 
 class DraftCandidateGenerator(CandidateGenerator):

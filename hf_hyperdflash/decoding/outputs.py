@@ -76,7 +76,7 @@ class OutputRecorder:
         self, weights: Many[torch.Tensor], round_: ChainRound, position: int, cache: RewindableCache | None
     ) -> tuple[torch.Tensor, ...]:
         """Return what one token attended to, `[batch, heads, 1, keys]` of every attention layer, over the keys that
-        there would have been had it been the last of its path: in a sliding window those that had not left it."""
+        plain decoding would have had at this token: in a sliding window those that had not left it."""
         (i, k), seen, of_position = round_.coordinates(position), round_.visible(position), []
         for of_layer, layer in zip(weights, round_.layers_with_keys(cast(RewindableCache, cache)), strict=True):
             keys = self.target.attention_keys(layer, of_layer.shape[3], of_layer.shape[2], seen)

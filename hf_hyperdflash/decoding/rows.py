@@ -23,7 +23,6 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationConfig
 
 from ..drafters.sampling import stateless_types
-from .request import Request
 
 _CALLED = ("logits_processor", "stopping_criteria")  # after every token, and some remember what they were called with
 _STOCK_CRITERIA = "transformers.generation.stopping_criteria"  # the module of criteria that keep no state
@@ -39,26 +38,34 @@ class Row(NamedTuple):
 
 
 def rows_of(
-    request: Request,
+    target: Any,
+    call: Mapping[str, Any],
     batch: Row,
     config: GenerationConfig,
     prompts: torch.Tensor,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[Row]:
-    """Return the texts of a batch that transformers has prepared as a whole. Each of `prompts`, `[prompts, seq]`, may
-    have several rows.
+    """Return the texts of a batch that transformers has prepared as a whole.
+
+    Args:
+        target: The bound target.
+        call: The arguments of the call.
+        batch: All texts.
+        config: The generation configuration, as prepared.
+        prompts: `[prompts, seq]`. Of each there may be several texts.
+        tokenizer: For stop strings.
 
     Raises:
         ValueError: If a processor or a criterion cannot be copied.
     """
-    target, asked, rows = cast(Any, request.model), request.arguments, len(batch.ids)
-    called = {name: list(asked.get(name) or ()) for name in _CALLED}
+    rows = len(batch.ids)
+    called = {name: list(call.get(name) or ()) for name in _CALLED}
     copies = _Copies([each for given in called.values() for each in given])
-    allowed = asked.get("prefix_allowed_tokens_fn")
+    allowed = call.get("prefix_allowed_tokens_fn")
     of_prompts = {
         "encoder_input_ids": prompts,
-        "negative_prompt_ids": asked.get("negative_prompt_ids"),
-        "negative_prompt_attention_mask": asked.get("negative_prompt_attention_mask"),
+        "negative_prompt_ids": call.get("negative_prompt_ids"),
+        "negative_prompt_attention_mask": call.get("negative_prompt_attention_mask"),
     }
     found = []
     for row in range(rows):

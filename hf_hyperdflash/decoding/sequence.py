@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from typing import Any, cast
@@ -18,13 +20,13 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from ..drafters.base import Drafter, EmptyContext
-from ..drafters.sampling import DraftRequest, DraftSampler
+from ..drafters.sampling import Context, DraftRequest, DraftSampler
 from ..targets.caches.name import CACHE
+from ..targets.caches.protocols import RewindableCache
 from ..targets.rope_switch import check_restart
 from ..targets.target import TargetOutput
 from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
 from ..trees.tree import ANCHOR, DraftTree
-from .continuation import load_context, padding_of
 from .outputs import OutputRecorder
 from .request import Request
 from .rounds import ChainRound, Choices
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _FRUITLESS = 4  # rounds at a text's end, at most, without an accepted draft: then the drafter's scores are looked at
 _told: WeakSet[Drafter] = WeakSet()  # drafters whose scores were found not to be finite
+_CONTEXT, _PADDING = "_hyperdflash_context", "_hyperdflash_padding"  # attributes of a cache, for the next turn
 _CATCH_UP = 64  # tokens that a drafter takes in at once, or at least, after it was not asked for drafts for so long
 
 
@@ -79,8 +82,12 @@ class Sequence:
         drafter._remember(self.stats)
         self.kwargs, self.cache = dict(row.arguments), row.arguments[CACHE]
         mask, positions = self.kwargs.pop("attention_mask", None), self.kwargs.pop("position_ids", None)
-        # In a batch, texts are of different length, so that the target sees no padding of theirs.
-        padding = padding_of(self.cache, mask) if request.rows > 1 or target.skips_padding else 0
+        padding = 0
+        if request.rows > 1 or target.skips_padding:  # then the target sees none of it
+            # The cache remembers the columns that it never saw. Rows may share one, and set it one after the other.
+            if int(self.cache.get_seq_length()) == 0:
+                setattr(self.cache, _PADDING, 0 if mask is None else int(mask[0].long().argmax()))
+            padding = getattr(self.cache, _PADDING, 0)
         mask = None if mask is None or bool(mask[:, padding:].all()) else mask[:, padding:]
         positions = None if positions is None else positions[..., -(row.ids.shape[1] - padding) :]
         self.tokens = TokenBuffer(row.ids, padding, mask, positions)
@@ -274,3 +281,38 @@ class Stopping:
         """Return whether a text, which ends in `token`, is finished."""
         is_over = bool(self._others(text.ids, tuple(scores) or None).all()) if self._others else False
         return is_over or token in self._ends or text.length >= self._max_length
+
+
+class StoredContext:
+    """A drafter's context, which stays with the target's cache between turns. Copies of the cache get a copy of it.
+
+    Args:
+        drafter: Whose context it is. Another's would be read as if it were one's own, so it is told apart by the
+            object itself: an `id` comes back once its owner is gone.
+        context: The context.
+    """
+
+    def __init__(self, drafter: Drafter, context: Context) -> None:
+        self.drafter, self.context = weakref.ref(drafter), context
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StoredContext:
+        again = object.__new__(StoredContext)
+        again.drafter, again.context = self.drafter, copy.deepcopy(self.context, memo)
+        return again
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # pickled with a cache it is no context: elsewhere there is no such drafter
+
+
+def load_context(cache: RewindableCache, drafter: Drafter) -> Context:
+    """Return the context that an earlier turn stored with this cache, if the cache is still as it was; else an empty
+    one."""
+    stored: StoredContext | None = getattr(cache, _CONTEXT, None)
+    if stored is None or stored.drafter() is not drafter or stored.context.end != cache.get_seq_length():
+        return drafter.new_context()
+    return stored.context
+
+
+def store_context(cache: RewindableCache, drafter: Drafter, context: Context) -> None:
+    """Store a context with the target's cache, for the next turn."""
+    setattr(cache, _CONTEXT, StoredContext(drafter, context))

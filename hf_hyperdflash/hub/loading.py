@@ -30,7 +30,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..decoding.pair import Pair
+from ..decoding.request import Pair
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import (
     HubOptions,

@@ -1,4 +1,5 @@
-"""Hooks on a target's decoder layers that capture their residual streams, for the threads that ask for them.
+"""Hooks on a target's decoder layers that capture their residual streams, for the threads that ask for them; and on
+the whole of it, to know which of its forwards were interrupted.
 
 A hook belongs to a module, so every thread that runs the module runs its hooks, and torch does not expect hooks to
 come and go meanwhile. So ours are registered once, when a target is bound. Each call looks up what its thread asks
@@ -8,6 +9,7 @@ for.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
@@ -20,6 +22,9 @@ from transformers.cache_utils import Cache
 
 # Among layer ids: what enters the first layer. A number that nobody means: to many -2 is the layer before the last.
 EMBEDDINGS = -1_000_000
+# The attribute of a cache that counts the forwards which began to fill it and did not end. Unless it is 0, the parts
+# of the cache may hold different tokens. Most parts count their tokens, but a running state does not.
+OPEN_FORWARDS = "_hyperdflash_torn"
 T = TypeVar("T")
 LayerOutput = torch.Tensor | tuple[torch.Tensor, ...]  # of a decoder layer
 
@@ -144,3 +149,31 @@ _add_out_of_graph = torch.compiler.disable(
     _add_to_captures,
     reason="a drafter reads this layer of its bound target: compile the target with `fullgraph=False`",
 )
+
+
+def count_forwards(target: nn.Module) -> list[RemovableHandle]:
+    """Register hooks that count, in [`OPEN_FORWARDS`], the forwards of a target that fill a cache and are not over."""
+    return [
+        target.register_forward_pre_hook(partial(_count, 1), with_kwargs=True),
+        target.register_forward_hook(partial(_count, -1), with_kwargs=True),
+    ]
+
+
+def _count(
+    change: int, module: nn.Module, args: tuple[object, ...], kwargs: object = None, output: object = None
+) -> None:
+    if torch.compiler.is_compiling():  # a graph runs to its end
+        return
+    # torch marks a hook as one with keyword arguments after it is there: a thread between the two passes none.
+    named = kwargs.values() if isinstance(kwargs, dict) else ()
+    for value in (*args, *named):
+        if isinstance(value, Cache):
+            setattr(value, OPEN_FORWARDS, max(0, getattr(value, OPEN_FORWARDS, 0) + change))
+
+
+def is_between_writes(cache: object, error: BaseException) -> bool:
+    """Return whether an exception was raised outside the methods of a cache's layers, so that each layer holds either
+    nothing or all of the forward that was interrupted."""
+    layers = {id(layer) for layer in getattr(cache, "layers", ())}
+    inside = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    return bool(layers) and layers.isdisjoint(inside)

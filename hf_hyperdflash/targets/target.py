@@ -363,6 +363,18 @@ class Target:
         return torch.cat([torch.arange(past), past + torch.tensor(visible)])[-window:]
 
 
+def stop_recording(cache: object) -> None:
+    """Let a cache be as one that no draft was taken back from: of a window it holds the keys that a forward reads, and
+    nothing that would undo one. What is recorded between calls would grow with every forward."""
+    for layer in getattr(cache, "layers", ()):
+        if hasattr(layer, "stop_recording"):  # ours, by this code or a drafter's own copy of it
+            layer.stop_recording()
+        elif getattr(layer, "record_past", False):
+            if layer.keys is not None if hasattr(layer, "keys") else any(layer.has_previous_state.values()):
+                layer.crop(0)  # which trims it to what the next forward reads
+            layer.record_past = False
+
+
 def _parts_of(layer: object) -> dict[str, tuple[int, torch.Tensor]]:
     """Return the tensors of an indexer in a cache layer, by name, each with its dimension of tokens."""
     return {name: (dim, part) for name, dim in _PARTS.items() if (part := getattr(layer, name, None)) is not None}

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, load_drafter
-from hf_hyperdflash.decoding.pair import Pair
+from hf_hyperdflash.decoding.request import Pair
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.without_weights.prompt_lookup import PromptLookupDrafter
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of

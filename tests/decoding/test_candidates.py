@@ -85,3 +85,19 @@ def test_padding_and_other_forwards_of_the_target_change_no_draft(told):
     gc.collect()
     binding = target.hyperdflash_binding  # in which nothing is read once the loop is over
     assert not binding.residual.captures and not binding.target.rounds
+
+
+def test_our_loop_in_a_loop_of_somebodys_own():
+    """Which names a drafter that the call of `generate` does not know, and has one text."""
+    target, ids = bind(qwen3().eval()), prompt(9)
+    options = dict(do_sample=False, max_new_tokens=16)
+    expected = target.generate(ids, **options)
+    drafter = half_right_about(target, expected[0])
+
+    def loop(model, input_ids, **kwargs):
+        return model._assisted_decoding(input_ids, assistant_model=drafter, **kwargs)
+
+    assert torch.equal(target.generate(ids, custom_generate=loop, num_assistant_tokens=2, **options), expected)
+    assert drafter.last_stats.draft_positions == 2
+    with pytest.raises(ValueError, match="given 2 texts"):
+        target.generate(ids.repeat(2, 1), custom_generate=loop, **options)

@@ -113,6 +113,7 @@ BEFORE = {
     **{f"pieces of {each!r}": Refusal(asked(prefill_chunk_size=each), (f"`prefill_chunk_size` is {each!r}", WHOLE))
        for each in (0, -5, "a", 2.5)},
     "lookup beside": Refusal(asked(prompt_lookup_num_tokens=4), ("`prompt_lookup_num_tokens` is 4", "one of the two")),
+    "early exit beside": Refusal(asked(assistant_early_exit=2), ("`assistant_early_exit` is 2", "one of the two")),
     "dola beside": Refusal(asked(dola_layers="high"), ("`dola_layers` is 'high'", "one of the two")),
     **{f"a mask of {shape}": Refusal(asked(rows=rows, attention_mask=ones(*shape)),
                                      ("`attention_mask`", str(list(shape)), f"[{rows}, 9]", "a column for each"))

@@ -12,7 +12,7 @@ import torch
 from transformers import DeepseekV4Config, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from ...decoding.pair import Pair
+from ...decoding.request import Pair
 from ...drafters.saved import SavedDrafter
 from ...drafters.weights import untrained
 from ...hub.cards import TRAINING_RECORD

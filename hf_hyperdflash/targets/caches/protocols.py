@@ -7,10 +7,6 @@ from typing import Protocol
 
 import torch
 
-# The attribute of a cache that counts the forwards which began to fill it and did not end. Unless it is 0, the parts
-# of the cache may hold different tokens. Most parts count their tokens, but a running state does not.
-OPEN_FORWARDS = "_hyperdflash_torn"
-
 
 class RewindableLayer(Protocol):
     """A cache layer from which the last tokens can be removed."""

@@ -18,7 +18,7 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, Outcome, TreePolicy
-from ..drafters.parts.fixed_context import CompiledContext
+from ..drafters.parts.context import DraftContext
 from ..targets.attention_masks import CausalMasks
 from ..targets.caches.name import CACHE, cache_of
 from ..targets.caches.protocols import OPEN_FORWARDS
@@ -114,7 +114,7 @@ class Batch:
         self.verification: Verification = "chain"
         self.slots: SlotForward | None = None  # of a static cache
         self._masks: CausalMasks | None = None  # of one sequence's chains
-        self._fixed_contexts: Many[CompiledContext] = ()
+        self._fixed_contexts: Many[DraftContext] = ()
         self.policy: FixedPolicy = FixedPolicy()
         self.now, self._no_drafts = first.now, DraftTree.chain(first.tokens.ids.new_empty(0))
 

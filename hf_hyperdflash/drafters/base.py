@@ -15,7 +15,7 @@ from ..targets.registry import check_layers, check_vocabulary
 from ..targets.target import Target
 from ..trees.tree import DraftTree
 from ..upper import upper
-from .parts.fixed_context import CompiledContext
+from .parts.context import DraftContext
 from .sampling import Context, DraftRequest
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Drafter:
         most_new: int,
         most_drafts: int,
         compiled: CompiledForwards,
-    ) -> Sequence[CompiledContext]:
+    ) -> Sequence[DraftContext]:
         """Return the contexts of a batch as ones whose passes run compiled, until their `compiled` is `None`; none
         where a drafter has none such.
 

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
-from transformers import PreTrainedConfig
 
 from ...targets.caches.slot_forward import CompiledForwards, view_for
 from ...targets.caches.static import keep_addresses, write_columns
-from ..sampling import Context, DraftRequest
-from .block_attention import AttentionSpan
+from ..sampling import DraftRequest
 from .entry_context import EntryContext
-from .layers import ContextCache, ContextLayer, KeysValues
-
-
-class CompiledContext(Context, Protocol):
-    """The context of a text whose rounds are compiled.
-
-    Attributes:
-        compiled: Runs functions compiled ([`~targets.caches.slot_forward.CompiledForwards`]) while rounds do; else
-            `None`.
-    """
-
-    compiled: CompiledForwards | None
+from .layers import ContextLayer, KeysValues
 
 
 class FixedBuffers:
@@ -58,7 +44,7 @@ class FixedBuffers:
         self.all = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers)]
         self._pending, self.most_new, self.compiled = pending, pending[0].shape[1], compiled
         self.capacity, self.spare = shape[2], spare
-        self.contexts: list[FixedContext | FixedEntries] = []
+        self.contexts: list[FixedEntries] = []
         keep_addresses(*pending, *(part for layer in self.all for part in layer))
 
     @property
@@ -96,49 +82,6 @@ class FixedBuffers:
         return *self._pending, torch.tensor(counts, device=self.all[0][0].device)
 
 
-class FixedContext(ContextCache):
-    """A [`ContextCache`] with room for a whole text, which is a row of a batch's buffers.
-
-    Args:
-        spans: What each layer's slots see.
-        context: The one that it continues, which must not be used afterwards.
-        shared: The buffers.
-
-    Attributes:
-        row: Its own of them.
-        compiled: As of [`CompiledContext`].
-    """
-
-    def __init__(self, spans: Sequence[AttentionSpan], context: ContextCache, shared: FixedBuffers) -> None:
-        super().__init__(spans)
-        self.shared, self.row = shared, len(shared.contexts)
-        shared.contexts.append(self)
-        self.compiled: CompiledForwards | None = shared.compiled
-        self.end, self.pending, held = context.end, context.pending, context.layers
-        own = slice(self.row, self.row + 1)
-        self._layer_views = [(keys[own], values[own]) for keys, values in shared.all]
-        for views, old in zip(self._layer_views, held):
-            for view, states in zip(views, old):
-                view[:, :, : states.shape[2]] = states
-        self.advance(held[0][0].shape[2] if held else 0)
-
-    @property
-    def filled(self) -> int:
-        """The number of columns that there are keys in."""
-        return self._stop
-
-    def make_room(self, count: int, like: torch.Tensor, config: PreTrainedConfig) -> None:
-        if self._stop + count > self._layer_views[0][0].shape[2]:  # in a later turn
-            pad = torch.nn.functional.pad
-            more = (0, 0, 0, self._stop + count)
-            self._layer_views = [(pad(keys, more), pad(values, more)) for keys, values in self._layer_views]
-
-    @property
-    def layers(self) -> list[KeysValues]:
-        own = slice(self._start, self._stop)
-        return [(keys[:, :, own], values[:, :, own]) for keys, values in self._layer_views]
-
-
 class FixedEntries(EntryContext):
     """An [`EntryContext`] with room for a whole text, which is a row of a batch's buffers.
 
@@ -147,7 +90,7 @@ class FixedEntries(EntryContext):
         shared: The buffers.
 
     Attributes:
-        compiled: As of [`CompiledContext`].
+        compiled: Runs functions compiled while rounds do; else `None`.
     """
 
     def __init__(self, context: EntryContext, shared: FixedBuffers) -> None:
@@ -189,51 +132,3 @@ def layers_from(buffers: Sequence[KeysValues], first: torch.Tensor, view: int) -
         return update
 
     return [layer(own) for own in buffers]
-
-
-class FixedLayers:
-    """A batch's [`FixedBuffers`] inside one compiled pass over a block of each text, whose numbers of tokens are
-    tensors.
-
-    Args:
-        buffers: Keys and values of every layer, `[texts, kv_heads, capacity, head_dim]`.
-        counts: How many tokens there are of each text, and how many the pass adds, `[texts, 2 or more]`.
-        most_new: The most that it may add; what is beyond the count is not looked at.
-        view: How many columns the pass looks at, from the first on.
-    """
-
-    def __init__(self, buffers: Sequence[KeysValues], counts: torch.Tensor, most_new: int, view: int) -> None:
-        self.buffers, self.most_new, self.view = buffers, most_new, view
-        self.starts, self.stops = counts[:, :1], counts[:, :2].sum(1, keepdim=True)
-
-    def make_room(self, count: int, like: torch.Tensor, config: PreTrainedConfig) -> None:
-        """Do nothing: there is room for the whole text."""
-
-    def advance(self, new: int) -> None:
-        """Do nothing: the contexts count their tokens."""
-
-    def layer(self, index: int, new: int) -> ContextLayer:
-        """Do the same as [`ContextCache.layer`]; `view` columns are returned."""
-
-        def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-            places = torch.arange(keys.shape[2], device=keys.device)
-            own_keys, own_values = self.buffers[index]
-            for buffer, states in ((own_keys, keys), (own_values, values)):
-                write_columns(buffer, self.starts + places[:new], states[:, :, :new])
-                # After the new tokens, over those that only fill up.
-                write_columns(buffer, self.stops + places[:-new], states[:, :, new:])
-            return own_keys[:, :, : self.view], own_values[:, :, : self.view]
-
-        return update
-
-    def masks(self, kinds: Sequence[str], spans: Sequence[AttentionSpan], block_size: int) -> dict[str, torch.Tensor]:
-        """Return the mask for each kind of layer, boolean `[texts, 1, block_size, view]`."""
-        device = self.stops.device
-        slots = torch.arange(block_size, device=device)[:, None]
-        ahead = torch.arange(self.view, device=device) - self.stops[:, None]  # [texts, 1, view]
-        masks = {}
-        for kind, span in zip(kinds, spans):
-            of_context = (ahead < 0) & span.sees_context(slots, -ahead)
-            of_block = span.sees_slots(block_size, device)[:, ahead[:, 0].clamp(0, block_size - 1)].transpose(0, 1)
-            masks[kind] = torch.where((ahead >= 0) & (ahead < block_size), of_block, of_context)[:, None]
-        return masks

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
-from hf_hyperdflash.drafters.parts.context import ContextColumns, DraftContext, round_inputs
+from hf_hyperdflash.drafters.parts.context import ContextColumns, DraftContext
 from hf_hyperdflash.drafters.parts.layers import DrafterRMSNorm
-from hf_hyperdflash.drafters.sampling import DraftRequest
 from hf_hyperdflash.training.data.blocks import block_mask
 
 from ..conftest import tiny_drafter
@@ -82,28 +81,26 @@ def test_contexts_are_their_accepted_tokens_whatever_blocks_come_between(rounds,
     contexts, accepted, number = [DraftContext(longest) for _ in range(3)], [[], [], []], 1
 
     for counts, drafted, is_kept in rounds:
-        new, requests, rows = max(counts[row] for row in drafted), [], sorted(drafted)
+        new, rows = max(counts[row] for row in drafted), sorted(drafted)
         tokens = torch.arange(number, number := number + len(rows) * (new + block_size)).view(len(rows), -1)
         for row in rows:
             contexts[row].pending = (torch.zeros(1, counts[row], 1), torch.zeros(1, counts[row], dtype=torch.long))
-            requests.append(DraftRequest(contexts[row], *torch.zeros(2, 1, 1, dtype=torch.long), 1, None))
-        inputs = round_inputs(drafter, requests, block_size)
-        columns = ContextColumns(inputs.keys_values, inputs.counts, inputs.view, new)
+        columns = ContextColumns.of(drafter, [contexts[row] for row in rows], block_size)
         for layer, window in enumerate(windows):
             span = AttentionSpan(window)
             states = (tokens + 1000 * layer)[:, None, :, None].expand(-1, 1, -1, 2).float()
             keys, values = columns.layer(layer, span)(states, -states)
-            mask = columns.mask(span, block_size, drafter.device)
+            mask = columns.block_mask(span, block_size, drafter.device)
             mask = torch.ones(len(rows), 1, block_size, keys.shape[2], dtype=torch.bool) if mask is None else mask
             for place, row in enumerate(rows):
-                before = [*accepted[row], *tokens[place, : counts[row]].tolist()]
+                before = [*accepted[row], *tokens[place, new - counts[row] : new].tolist()]
                 expected = [*(before[-window:] if window else before), *tokens[place, new:].tolist()]
                 for slot in mask.expand(len(rows), -1, -1, -1)[place, 0]:
                     assert (keys[place, 0, slot, 0] - 1000 * layer).tolist() == expected
                     assert (values[place, 0, slot, 1] + 1000 * layer).tolist() == [-token for token in expected]
         for place, row in enumerate(rows if is_kept else ()):  # else the forward was interrupted before its end
             contexts[row].length += counts[row]
-            accepted[row] += tokens[place, : counts[row]].tolist()
+            accepted[row] += tokens[place, new - counts[row] : new].tolist()
     if longest:
         most = 2 * (longest + 9 + block_size) + 64
         assert all(each.buffer[0][0].shape[2] <= most for each in contexts if each.buffer)

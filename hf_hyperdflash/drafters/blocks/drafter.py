@@ -13,7 +13,7 @@ from ...targets.caches.slot_forward import CompiledForwards
 from ...targets.target import Target, soft_capped
 from ...trees.growth import AskedDrafts, GrownChains, GrownNodes, grow_in_graph
 from ...trees.tree import DraftTree, are_trees_kept
-from ..parts.context import ContextColumns, DraftContext, compile_contexts, round_inputs, rows_of
+from ..parts.context import ContextColumns, DraftContext, anchors_of, compile_contexts, padded_pending
 from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, run_heads
 from ..parts.layers import KeysValues, Rotary, block_inputs
 from ..reading import ReadingDrafter
@@ -116,7 +116,7 @@ class BlockDrafter(ReadingDrafter):
             elif context is None:
                 mask = span.mask(hidden.shape[1], new, hidden.device)
             else:
-                mask = context.mask(span, hidden.shape[1], hidden.device)
+                mask = context.block_mask(span, hidden.shape[1], hidden.device)
             masks[kind] = None if mask is None else attention_mask_for(config._attn_implementation, mask, hidden.dtype)
         for index, (layer, kind) in enumerate(zip(self.layers, kinds)):
             known = None if context is None else context.layer(index, spans[kind])
@@ -186,31 +186,32 @@ class BlockDrafter(ReadingDrafter):
         if context.pending is None:
             return
         residual, position_ids = context.pending
-        feature, new = self.reduce(residual), residual.shape[1]
-        rotary, keys_values = self._rotary(feature, position_ids), rows_of(self, [context], new)
-        columns = slice(context.length, context.length + new)
-        for layer, parts in zip(self.layers, keys_values):
-            for part, states in zip(parts, cast(Any, layer).keys_values(feature, rotary)):
-                part[:, :, columns] = states
-        context.length, context.pending = columns.stop, None
+        feature, columns = self.reduce(residual), ContextColumns.of(self, [context])
+        rotary = self._rotary(feature, position_ids)
+        for index, layer in enumerate(self.layers):
+            columns.layer(index)(*cast(Any, layer).keys_values(feature, rotary))
+        context.length, context.pending = context.length + context.new_count, None
 
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft for all texts in one pass. A block always has its trained width. Compiled, what follows is in the same
         graph if drafts are the most probable ones."""
-        config, compiled = self.config, requests[0].context.compiled
-        inputs = round_inputs(self, requests, config.block_size)
+        config, contexts, drafted = self.config, [each.context for each in requests], None
+        compiled = contexts[0].compiled
+        rows = list(range(len(requests))) if compiled is None else [context.row for context in contexts]
         if compiled is None:
-            hidden, drafted = _run_block(self, target, *inputs[:-1], None)
+            columns = ContextColumns.of(self, contexts, config.block_size)
+            anchors = anchors_of(requests, self.device)
+            hidden = _run_block(self, target, columns, *anchors, padded_pending(contexts, self.device))
         else:
             plan = asked_of_a_graph(requests, self.device, self._is_launch_bound)
-            hidden, drafted = compiled.run(_run_block, self, target, *inputs[:-1], plan)
-        for each in requests:
-            each.context.length, each.context.pending = each.context.length + each.context.new_count, None
+            hidden, drafted = compiled.run(_draft_best, self, target, *compiled.inputs(requests, 1), plan)
+        for context in contexts:
+            context.length, context.pending = context.length + context.new_count, None
         if drafted is not None:
-            return drafts_of(drafted, requests, inputs.rows)
-        if len(inputs.rows) < len(hidden):
-            hidden = hidden[inputs.rows]
+            return drafts_of(drafted, requests, rows)
+        if len(rows) < len(hidden):
+            hidden = hidden[rows]
         counts = [each.num_drafts for each in requests]
         states = hidden[:, config.first_slot : config.first_slot + max(counts)]
         # With either head, what is said of a draft depends on those before it.
@@ -294,30 +295,40 @@ class BlockDrafter(ReadingDrafter):
 def _run_block(
     drafter: BlockDrafter,
     target: Target,
+    columns: ContextColumns,
+    ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    pending: tuple[torch.Tensor, ...],
+) -> torch.Tensor:
+    """Run the blocks of anchors `[texts, 1]` and add what is pending; return the blocks' states, `[texts,
+    config.block_size, config.target_hidden_size]`."""
+    config = drafter.config
+    block, positions = block_inputs(ids, position_ids, config.block_size, config.mask_token_id)
+    return drafter(target.embed(block).to(ids.device), positions, columns, None, *pending)
+
+
+def _draft_best(
+    drafter: BlockDrafter,
+    target: Target,
     keys_values: Sequence[KeysValues],
     ids: torch.Tensor,
     position_ids: torch.Tensor,
     pending: tuple[torch.Tensor, ...],
-    counts: torch.Tensor | tuple[int, int],
+    counts: torch.Tensor,
     view: int,
     plan: AskedDrafts | None,
 ) -> tuple[torch.Tensor, GrownChains | GrownNodes | None]:
-    """Run a block of each text, which adds what is pending.
+    """Run a block of each text inside a graph; return their states and the most probable drafts.
 
     Args:
-        keys_values, ids, position_ids, pending, counts, view: As in [`~drafters.parts.context.RoundInputs`].
-        plan: What of the drafts is chosen in the same graph.
-
-    Returns:
-        The blocks' states, `[texts, config.block_size, config.target_hidden_size]`, and the drafts that were chosen.
+        keys_values, ids, position_ids, pending, counts, view: See [`~drafters.parts.context.CompiledRounds.inputs`].
+        plan: Which drafts; `None` for none.
     """
-    config = drafter.config
-    block, positions = block_inputs(ids, position_ids, config.block_size, config.mask_token_id)
-    most_new = pending[1].shape[1] if pending else 0
-    context = ContextColumns(keys_values, counts, view, most_new)
-    hidden = drafter(target.embed(block).to(ids.device), positions, context, None, *pending)
+    config, most_new = drafter.config, pending[1].shape[1]
+    columns = ContextColumns(keys_values, counts, most_new, config.block_size, view)
+    hidden = _run_block(drafter, target, columns, ids, position_ids, pending)
     if plan is None:
         return hidden, None
-    depth, limits = min(most_new - 1, config.max_draft_tokens), cast(torch.Tensor, counts)[:, 2]
+    depth = min(most_new - 1, config.max_draft_tokens)
     path = BlockPath(drafter, target, hidden[:, config.first_slot : config.first_slot + depth])
-    return hidden, grow_in_graph(plan, ids[:, 0], limits, depth, path)
+    return hidden, grow_in_graph(plan, ids[:, 0], counts[:, 2], depth, path)

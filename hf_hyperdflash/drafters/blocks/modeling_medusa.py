@@ -153,7 +153,7 @@ class MedusaDrafter(SavedDrafter):
         compiled: CompiledForwards,
     ) -> Sequence[DraftContext]:
         for context in contexts:
-            context.compiled = CompiledRounds(compiled, contexts, (), 0)
+            context.compiled = CompiledRounds(compiled, contexts, [], (), 0)
         return contexts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 
@@ -13,6 +13,8 @@ from ...targets.caches.static import keep_addresses, write_columns
 from ..sampling import DraftRequest
 from .block_attention import AttentionSpan
 from .layers import ContextLayer, KeysValues
+
+_ALL = AttentionSpan()
 
 
 class DraftContext:
@@ -28,6 +30,8 @@ class DraftContext:
         length: The number of its keys in each layer.
         pending: Of accepted tokens whose keys the next round computes, the residual, positions and, for entries, the
             tokens that follow, `[1, new, ...]` each.
+        states: Of the last entry, from which the next round drafts, `[1, config.block_size, config.hidden_size]`;
+            `None` before the first, and where blocks do not continue each other.
         buffer: Keys and values of every layer, `[texts, kv_heads, capacity, head_dim]` each.
         row: Its own of them.
         compiled: What the rounds of its batch have in common while they run compiled; else `None`.
@@ -36,6 +40,7 @@ class DraftContext:
     def __init__(self, window: int | None = None) -> None:
         self.window, self.end, self.length, self.row = window, 0, 0, 0
         self.pending: tuple[torch.Tensor, ...] | None = None
+        self.states: torch.Tensor | None = None
         self.buffer: list[KeysValues] = []
         self.compiled: CompiledRounds | None = None
 
@@ -52,14 +57,58 @@ class CompiledRounds:
     Attributes:
         run: Runs functions compiled.
         contexts: Of all texts. Those that have ended are run along.
+        buffer: Theirs, which never grows.
         pending: What a pass reads of pending tokens, as in [`DraftContext`] `[texts, most_new, ...]`.
         spare: How many columns a round needs behind a text.
     """
 
     run: CompiledForwards
     contexts: Sequence[DraftContext]
+    buffer: list[KeysValues]
     pending: tuple[torch.Tensor, ...]
     spare: int
+
+    @property
+    def view(self) -> int:
+        """How many columns the next pass is to look at: one of a few numbers."""
+        return min(view_for(max(each.length for each in self.contexts) + self.spare), self.buffer[0][0].shape[2])
+
+    def fits(self, context: DraftContext) -> bool:
+        """Return whether a text's next round can run compiled: it has pending tokens, no more than there is room for,
+        and is still in the buffer."""
+        has_room = context.length + self.spare <= self.buffer[0][0].shape[2]
+        return context.buffer is self.buffer and has_room and 0 < context.new_count <= self.pending[1].shape[1]
+
+    def inputs(self, requests: Sequence[DraftRequest], size: int) -> tuple[Any, ...]:
+        """Return what a round reads of all texts, of which only some may be drafted for; what is pending stays so.
+
+        Args:
+            requests: Of those that are.
+            size: Keys of a token.
+
+        Returns:
+            Their buffer; ids and positions of the anchors, `[texts, 1]`; pending tokens, as in [`padded_pending`]; the
+            numbers of keys, of keys that pending tokens get, and of drafts to make, `[texts, 3]`, of which texts that
+            are not drafted for have keys alone; and [`view`].
+        """
+        device, texts = self.pending[0].device, len(self.contexts)
+        counts = [[context.length, 0, 0] for context in self.contexts]
+        for each in requests:
+            counts[each.context.row][1:] = size * each.context.new_count, each.num_drafts
+            for whole, part in zip(self.pending, each.context.pending or ()):
+                whole[each.context.row, whole.shape[1] - part.shape[1] :] = part[0]
+        anchors = anchors_of(requests, device)
+        if len(requests) < texts:
+            rows = torch.tensor([each.context.row for each in requests], device=device)
+            anchors = tuple(part.new_zeros(texts, 1).index_copy_(0, rows, part) for part in anchors)
+        return self.buffer, *anchors, self.pending, torch.tensor(counts, device=device), self.view
+
+
+def anchors_of(requests: Sequence[DraftRequest], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return ids and positions of the anchors, `[texts, 1]`."""
+    # Not as they are: a view of a longer text has strides of its own, for which torch would compile anew.
+    parts = ([each.ids for each in requests], [each.position_ids for each in requests])
+    return tuple(torch.cat([part[:, -1:] for part in of_texts]).to(device) for of_texts in parts)
 
 
 def compile_contexts(
@@ -77,13 +126,13 @@ def compile_contexts(
         contexts: Of all texts.
         columns: The most keys of a text.
         spare: As in [`CompiledRounds`].
-        pending: Of zeros, as there.
+        pending: As there, of zeros.
         run: Runs functions compiled.
     """
-    _move(drafter, contexts, columns + spare)
-    keep_addresses(*pending, *(part for layer in contexts[0].buffer for part in layer))
+    buffer = _move(drafter, contexts, columns + spare)
+    keep_addresses(*pending, *(part for layer in buffer for part in layer))
     for context in contexts:
-        context.compiled = CompiledRounds(run, contexts, pending, spare)
+        context.compiled = CompiledRounds(run, contexts, buffer, pending, spare)
 
 
 def rows_of(drafter: Any, contexts: Sequence[DraftContext], count: int) -> list[KeysValues]:
@@ -94,14 +143,13 @@ def rows_of(drafter: Any, contexts: Sequence[DraftContext], count: int) -> list[
     are_neighbours = all(each.buffer is buffer and each.row == first + i for i, each in enumerate(contexts))
     if not buffer or not are_neighbours or max(each.length for each in contexts) + count > buffer[0][0].shape[2]:
         kept = max(each.length if each.window is None else min(each.length, each.window) for each in contexts)
-        _move(drafter, contexts, 2 * (kept + count) + 64)
-        buffer, first = contexts[0].buffer, 0
+        buffer, first = _move(drafter, contexts, 2 * (kept + count) + 64), 0
     rows = slice(first, first + len(contexts))
     return [(keys[rows], values[rows]) for keys, values in buffer]
 
 
-def _move(drafter: Any, contexts: Sequence[DraftContext], columns: int) -> None:
-    """Give the contexts a new buffer of so many columns."""
+def _move(drafter: Any, contexts: Sequence[DraftContext], columns: int) -> list[KeysValues]:
+    """Give the contexts a new buffer of so many columns, and return it."""
     config, dtype, device = drafter.config, drafter.dtype, drafter.device
     shape = len(contexts), config.num_key_value_heads, columns, config.head_dim
 
@@ -113,142 +161,114 @@ def _move(drafter: Any, contexts: Sequence[DraftContext], columns: int) -> None:
         left = 0 if context.window is None else max(0, context.length - context.window)  # columns that nobody sees
         for parts, old in zip(buffer, context.buffer):
             for part, states in zip(parts, old):
-                kept = states[context.row, :, left : left + columns]  # also what a round has written behind the text
-                part[row, :, : kept.shape[1]] = kept
+                part[row, :, : context.length - left] = states[context.row, :, left : context.length]
         context.buffer, context.row, context.length = buffer, row, context.length - left
-
-
-class RoundInputs(NamedTuple):
-    """What the first pass of a round reads of the texts that draft together. Compiled, these are all texts of a batch;
-    of those that draft nothing all numbers are 0 but that of the keys.
-
-    Attributes:
-        keys_values: Of every layer, `[texts, kv_heads, capacity, head_dim]`.
-        ids, position_ids: Of the anchors, `[texts, 1]`.
-        pending: As in [`DraftContext`], the first ones of each text, `[texts, new, ...]`; empty if there are none.
-        counts: The numbers of keys, of pending tokens, and of drafts to make, `[texts, 3]`; those of keys and of
-            pending tokens alone where they are the same of all texts and nothing is compiled.
-        view: How many columns there are to look at.
-        rows: Which of these texts the requests are of.
-    """
-
-    keys_values: list[KeysValues]
-    ids: torch.Tensor
-    position_ids: torch.Tensor
-    pending: tuple[torch.Tensor, ...]
-    counts: torch.Tensor | tuple[int, int]
-    view: int
-    rows: Sequence[int]
-
-
-def round_inputs(drafter: Any, requests: Sequence[DraftRequest], queries: int) -> RoundInputs:
-    """Return what the first pass of a round reads; what is pending stays so.
-
-    Args:
-        drafter: The drafter.
-        requests: Of texts with a [`DraftContext`].
-        queries: How many more columns an eager pass writes behind the pending tokens.
-    """
-    contexts: list[DraftContext] = [each.context for each in requests]
-    # Not as they are: a view of a longer text has strides of its own, for which torch would compile anew.
-    ids, position_ids = (
-        torch.cat([getattr(each, part)[:, -1:] for each in requests]).to(drafter.device)
-        for part in ("ids", "position_ids")
-    )
-    new, compiled = [context.new_count for context in contexts], contexts[0].compiled
-    if compiled is None:
-        keys_values = rows_of(drafter, contexts, max(new) + queries)
-        lengths, pending = [context.length for context in contexts], padded_pending(contexts, drafter.device)
-        view = max(map(sum, zip(lengths, new))) + queries
-        if min(new) == max(new) and min(lengths) == max(lengths):
-            return RoundInputs(keys_values, ids, position_ids, pending, (lengths[0], new[0]), view, range(len(new)))
-        counts = [[*each, request.num_drafts] for *each, request in zip(lengths, new, requests)]
-        counts = torch.tensor(counts, device=drafter.device)
-        return RoundInputs(keys_values, ids, position_ids, pending, counts, view, range(len(new)))
-    rows, numbers = [context.row for context in contexts], [[each.length, 0, 0] for each in compiled.contexts]
-    for row, each in zip(rows, requests):
-        numbers[row][1:] = each.context.new_count, each.num_drafts
-        for own, given in zip(compiled.pending, each.context.pending or ()):
-            own[row, : given.shape[1]] = given[0]
-    if len(rows) < len(numbers):
-        index = torch.tensor(rows, device=drafter.device)
-        ids, position_ids = (
-            part.new_zeros(len(numbers), 1).index_copy_(0, index, part) for part in (ids, position_ids)
-        )
-    keys_values = contexts[0].buffer
-    view = min(view_for(max(numbers)[0] + compiled.spare), keys_values[0][0].shape[2])
-    counts = torch.tensor(numbers, device=drafter.device)
-    return RoundInputs(keys_values, ids, position_ids, compiled.pending, counts, view, rows)
+    return buffer
 
 
 def padded_pending(contexts: Sequence[DraftContext], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return what is pending of texts, `[texts, most, ...]` each, with zeros on the right; empty if nothing is."""
-    given, most = [context.pending for context in contexts], max(context.new_count for context in contexts)
-    if len(given) == 1:
-        return tuple(part.to(device) for part in given[0] or ())
-    padded = []
-    for parts in zip(*(pending for pending in given if pending is not None)):
-        whole = parts[0].new_zeros(len(given), most, *parts[0].shape[2:], device=device)
-        own = iter(parts)
-        for row, pending in enumerate(given):
-            if pending is not None:
-                part = next(own)
-                whole[row, : part.shape[1]] = part[0]
-        padded.append(whole)
-    return tuple(padded)
+    """Return what is pending of texts, `[texts, most, ...]` each, filled up with zeros on the left; empty if nothing
+    is."""
+    given = [(row, context.pending) for row, context in enumerate(contexts) if context.pending is not None]
+    if len(contexts) == 1 or not given:
+        return tuple(part.to(device) for _, pending in given for part in pending)
+    most = max(context.new_count for context in contexts)
+    padded = tuple(part.new_zeros(len(contexts), most, *part.shape[2:], device=device) for part in given[0][1])
+    for row, pending in given:
+        for whole, part in zip(padded, pending):
+            whole[row, most - part.shape[1] :] = part[0]
+    return padded
 
 
 class ContextColumns:
-    """Where a pass over a block of each text writes keys and values, and what the blocks see: first the keys of the
-    pending tokens, behind the text's own, then those of the block.
+    """Where a pass writes keys and values, and what is seen: behind a text's own first the keys of its pending tokens,
+    then those of the pass's blocks. What fills up pending tokens on the left is written behind all that.
 
     Args:
-        keys_values: As in [`RoundInputs`].
-        counts: As there.
-        view: As there.
-        new: The most pending tokens of a text. What is beyond a text's own is overwritten by its block.
+        keys_values: Of every layer, `[texts, kv_heads, capacity, head_dim]`.
+        counts: Keys of each text, and new ones of its pending tokens, `[texts, 2 or more]`; or as numbers, if they
+            are the same of all texts. Then a pass needs neither an index nor, mostly, a mask.
+        new: The most keys of a text's pending tokens.
+        queries: The number of keys behind these.
+        view: How many columns there are to look at, from the first on.
     """
 
     def __init__(
-        self, keys_values: Sequence[KeysValues], counts: torch.Tensor | tuple[int, int], view: int, new: int
+        self,
+        keys_values: Sequence[KeysValues],
+        counts: torch.Tensor | tuple[int, int],
+        new: int,
+        queries: int,
+        view: int,
     ) -> None:
-        self.keys_values, self.counts, self.view, self.new = keys_values, counts, view, new
+        self.keys_values, self.view, width = keys_values, view, new + queries
+        self.stop: int | torch.Tensor  # the column behind the pending tokens
+        self.columns: slice | torch.Tensor
+        if isinstance(counts, tuple):
+            self.stop, self.columns = sum(counts), slice(counts[0], counts[0] + width)
+        else:
+            starts, own = counts[:, :1], counts[:, 1:2]
+            self.stop = starts + own
+            self.columns = starts + (torch.arange(width, device=counts.device) - (new - own)) % width
 
-    def layer(self, index: int, span: AttentionSpan) -> ContextLayer:
-        """Return a function for one layer's attention. It takes keys and values `[texts, kv_heads, new + block_size,
-        head_dim]`, and returns those that the blocks see."""
-        counts = self.counts
+    @classmethod
+    def of(
+        cls, drafter: Any, contexts: Sequence[DraftContext], queries: int = 0, size: int = 1, spare: int = 0
+    ) -> ContextColumns:
+        """Return those of an eager pass over the pending tokens of texts, and `queries` behind these.
+
+        Args:
+            drafter: The drafter.
+            contexts: Of the texts.
+            queries: As above.
+            size: Keys of a token.
+            spare: How many more columns later passes need.
+        """
+        new = size * max(context.new_count for context in contexts)
+        keys_values = rows_of(drafter, contexts, new + queries + spare)
+        counts = [(context.length, size * context.new_count) for context in contexts]
+        are_even, view = len(set(counts)) == 1, max(map(sum, counts)) + queries
+        return cls(
+            keys_values, counts[0] if are_even else torch.tensor(counts, device=drafter.device), new, queries, view
+        )
+
+    def layer(self, index: int, span: AttentionSpan = _ALL) -> ContextLayer:
+        """Return a function for one layer's attention. It takes keys and values `[texts, kv_heads, new + queries,
+        head_dim]`, and returns those that can be seen."""
 
         def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-            own_keys, own_values = self.keys_values[index]
-            if isinstance(counts, tuple):  # all texts have the same columns: a slice, of which all is seen
-                first, stop = self._first_seen(span), counts[0] + keys.shape[2]
-                own_keys[:, :, counts[0] : stop] = keys
-                own_values[:, :, counts[0] : stop] = values
-                return own_keys[:, :, first:stop], own_values[:, :, first:stop]
-            places, starts, stops = torch.arange(keys.shape[2], device=keys.device), counts[:, :1], self._stops
-            for buffer, states in ((own_keys, keys), (own_values, values)):
-                write_columns(buffer, starts + places[: self.new], states[:, :, : self.new])
-                write_columns(buffer, stops + places[: keys.shape[2] - self.new], states[:, :, self.new :])
-            return own_keys[:, :, : self.view], own_values[:, :, : self.view]
+            own, first = self.keys_values[index], self._first_seen(span)
+            for buffer, states in zip(own, (keys, values)):
+                if isinstance(self.columns, slice):
+                    buffer[:, :, self.columns] = states
+                else:
+                    write_columns(buffer, self.columns, states)
+            return own[0][:, :, first : self.view], own[1][:, :, first : self.view]
 
         return update
 
-    def mask(self, span: AttentionSpan, block_size: int, device: torch.device) -> torch.Tensor | None:
-        """Return what the slots of the blocks see, boolean `[texts or 1, 1, block_size, keys]`; `None` where they see
-        all that a layer returns."""
-        if isinstance(self.counts, tuple):
-            return span.mask(block_size, sum(self.counts) - self._first_seen(span), device)
+    def block_mask(self, span: AttentionSpan, block_size: int, device: torch.device) -> torch.Tensor | None:
+        """Return what the slots of a block of each text see, boolean `[texts or 1, 1, block_size, keys]`; `None` where
+        they see all that a layer returns."""
+        if isinstance(self.stop, int):
+            return span.mask(block_size, self.stop - self._first_seen(span), device)
         slots = torch.arange(block_size, device=device)[:, None]
-        ahead = torch.arange(self.view, device=device) - self._stops[:, None]  # [texts, 1, view]
+        ahead = torch.arange(self.view, device=device) - self.stop[:, None]  # [texts, 1, view]
         of_context = (ahead < 0) & span.sees_context(slots, -ahead)
         of_block = span.sees_slots(block_size, device)[:, ahead[:, 0].clamp(0, block_size - 1)].transpose(0, 1)
         return torch.where((ahead >= 0) & (ahead < block_size), of_block, of_context)[:, None]
 
-    def _first_seen(self, span: AttentionSpan) -> int:
-        window = span.context_window
-        return 0 if window is None else max(0, sum(self.counts) - window)
+    def causal_mask(self, device: torch.device) -> torch.Tensor | None:
+        """Return the mask by which each new key's slot sees its own text up to itself, boolean `[texts or 1, 1, new +
+        queries, keys]`; `None` for one slot that sees all that a layer returns."""
+        if isinstance(self.columns, slice):
+            if self.columns.start + 1 == self.view:
+                return None
+            own = torch.arange(self.columns.start, self.columns.stop, device=device)[None]
+        else:
+            own = self.columns
+        return (torch.arange(self.view, device=device) <= own[..., None])[:, None]
 
-    @property
-    def _stops(self) -> torch.Tensor:
-        return self.counts[:, :2].sum(1, keepdim=True)  # of each text, the column of its anchor
+    def _first_seen(self, span: AttentionSpan) -> int:
+        window = span.context_window if isinstance(self.stop, int) else None
+        return 0 if window is None else max(0, cast(int, self.stop) - window)

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from ...targets.caches.slot_forward import CompiledForwards, view_for
-from ...targets.caches.static import keep_addresses, write_columns
+from ...targets.caches.slots import write_columns
+from ...targets.compiled import CompiledForwards, keep_addresses, view_for
 from ..sampling import DraftRequest
 from .block_attention import AttentionSpan
 from .layers import ContextLayer, KeysValues

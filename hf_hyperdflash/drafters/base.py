@@ -130,7 +130,7 @@ class Drafter:
         most_drafts: int,
         compiled: CompiledForwards,
     ) -> Sequence[DraftContext]:
-        """Let the passes over a batch's contexts run compiled, until their `compiled` is `None`; return these contexts,
+        """Let passes over a batch's contexts run compiled until their `compiled` is `None`. Return these contexts;
         none where a drafter has none such.
 
         Args:

@@ -97,18 +97,18 @@ class CompiledRounds:
             counts[each.context.row][1:] = size * each.context.new_count, each.num_drafts
             for whole, part in zip(self.pending, each.context.pending or ()):
                 whole[each.context.row, whole.shape[1] - part.shape[1] :] = part[0]
-        anchors = anchors_of(requests, device)
+        ids, position_ids = anchors_of(requests, device)
         if len(requests) < texts:
             rows = torch.tensor([each.context.row for each in requests], device=device)
-            anchors = tuple(part.new_zeros(texts, 1).index_copy_(0, rows, part) for part in anchors)
-        return self.buffer, *anchors, self.pending, torch.tensor(counts, device=device), self.view
+            ids, position_ids = (part.new_zeros(texts, 1).index_copy_(0, rows, part) for part in (ids, position_ids))
+        return self.buffer, ids, position_ids, self.pending, torch.tensor(counts, device=device), self.view
 
 
-def anchors_of(requests: Sequence[DraftRequest], device: torch.device) -> tuple[torch.Tensor, ...]:
+def anchors_of(requests: Sequence[DraftRequest], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and positions of the anchors, `[texts, 1]`."""
     # Not as they are: a view of a longer text has strides of its own, for which torch would compile anew.
-    parts = ([each.ids for each in requests], [each.position_ids for each in requests])
-    return tuple(torch.cat([part[:, -1:] for part in of_texts]).to(device) for of_texts in parts)
+    ids = torch.cat([each.ids[:, -1:] for each in requests])
+    return ids.to(device), torch.cat([each.position_ids[:, -1:] for each in requests]).to(device)
 
 
 def compile_contexts(
@@ -131,8 +131,9 @@ def compile_contexts(
     """
     buffer = _move(drafter, contexts, columns + spare)
     keep_addresses(*pending, *(part for layer in buffer for part in layer))
+    rounds = CompiledRounds(run, contexts, buffer, pending, spare)
     for context in contexts:
-        context.compiled = CompiledRounds(run, contexts, buffer, pending, spare)
+        context.compiled = rounds
 
 
 def rows_of(drafter: Any, contexts: Sequence[DraftContext], count: int) -> list[KeysValues]:

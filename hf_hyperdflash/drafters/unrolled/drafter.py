@@ -291,11 +291,11 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
         if not pending:
             return
         columns = ContextColumns.of(self, contexts, size=self.config.block_size)
-        self._keep_entries(contexts, run_entries(self, target, columns, pending))
+        self._keep_entries(contexts, run_entries(self, target, columns, pending), range(len(contexts)))
 
-    def _keep_entries(self, contexts: Sequence[DraftContext], states: torch.Tensor) -> None:
-        """Let contexts keep the entries of what is pending, of which `states` are the last, `[texts, ...]`."""
-        for row, context in enumerate(contexts):
+    def _keep_entries(self, contexts: Sequence[DraftContext], states: torch.Tensor, rows: Sequence[int]) -> None:
+        """Let contexts keep the entries of what is pending; the states of the last ones are in `rows` of `states`."""
+        for row, context in zip(rows, contexts):
             if context.pending is not None:
                 context.length += self.config.block_size * context.new_count
                 context.states, context.pending = states[row : row + 1], None
@@ -312,8 +312,7 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
             if each.num_drafts and (each.context.states is not None or each.context.new_count)
         ]
         if rows:
-            asked = [requests[row] for row in rows]
-            for row, tree in zip(rows, self._draft_some(target, asked)):
+            for row, tree in zip(rows, self._draft_some(target, [requests[row] for row in rows])):
                 trees[row] = tree
         return trees
 
@@ -328,12 +327,13 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
                 plan = None
             if plan is not None or self._is_launch_bound:
                 drafted, states = compiled.run(draft_best, self, target, *compiled.inputs(requests, size), plan)
-                states = states[rows].clone()  # of their own, as a graph's outputs last until it runs again
-                self._keep_entries(contexts, states)
+                # Of their own, as a graph's outputs last until it runs again.
+                self._keep_entries(contexts, states.clone(), rows)
                 if plan is not None:
                     trees = drafts_of(drafted, requests, rows)
                     return [replace(tree, passes=tuple(1 + (k - 1) // size for k in tree.depths)) for tree in trees]
                 lengths = torch.tensor([[context.length] for context in compiled.contexts], device=self.device)
+                states = torch.cat([context.states for context in contexts])
                 known = compiled.buffer, states, positions, lengths, compiled.view
                 width, run = width_of_pass(most_blocks), compiled.run
                 return self._draft(target, Unrolling(self, target, *known, True, rows, width, run), requests)

@@ -168,8 +168,8 @@ def _move(drafter: Any, contexts: Sequence[DraftContext], columns: int) -> list[
 
 
 def padded_pending(contexts: Sequence[DraftContext], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return what is pending of texts, `[texts, most, ...]` each, filled up with zeros on the left; empty if nothing
-    is."""
+    """Return what is pending of texts, `[texts, most, ...]` each, filled up with zeros on the left; nothing if nothing
+    is pending."""
     given = [(row, context.pending) for row, context in enumerate(contexts) if context.pending is not None]
     if len(contexts) == 1 or not given:
         return tuple(part.to(device) for _, pending in given for part in pending)
@@ -213,9 +213,7 @@ class ContextColumns:
             self.columns = starts + (torch.arange(width, device=counts.device) - (new - own)) % width
 
     @classmethod
-    def of(
-        cls, drafter: Any, contexts: Sequence[DraftContext], queries: int = 0, size: int = 1, spare: int = 0
-    ) -> ContextColumns:
+    def of(cls, drafter: Any, contexts: Sequence[DraftContext], queries: int = 0, size: int = 1) -> ContextColumns:
         """Return those of an eager pass over the pending tokens of texts, and `queries` behind these.
 
         Args:
@@ -223,15 +221,12 @@ class ContextColumns:
             contexts: Of the texts.
             queries: As above.
             size: Keys of a token.
-            spare: How many more columns later passes need.
         """
         new = size * max(context.new_count for context in contexts)
-        keys_values = rows_of(drafter, contexts, new + queries + spare)
+        keys_values = rows_of(drafter, contexts, new + queries)
         counts = [(context.length, size * context.new_count) for context in contexts]
-        are_even, view = len(set(counts)) == 1, max(map(sum, counts)) + queries
-        return cls(
-            keys_values, counts[0] if are_even else torch.tensor(counts, device=drafter.device), new, queries, view
-        )
+        own = counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=drafter.device)
+        return cls(keys_values, own, new, queries, max(map(sum, counts)) + queries)
 
     def layer(self, index: int, span: AttentionSpan = _ALL) -> ContextLayer:
         """Return a function for one layer's attention. It takes keys and values `[texts, kv_heads, new + queries,

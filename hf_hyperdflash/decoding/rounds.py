@@ -193,7 +193,7 @@ class SlotRound(ChainRound):
     def __init__(self, target: Target, texts: Many[TokenBuffer], trees: Many[DraftTree], slots: SlotForward) -> None:
         super().__init__(target, texts, trees)
         self.slots, self.width = slots, slots.width_for(self.width, max(self.starts))
-        self.paths = [None if tree.is_chain else TreeLayout(tree).paths for tree in trees]
+        self.layouts = [None if tree.is_chain else TreeLayout(tree) for tree in trees]
         self._chosen: torch.Tensor | None = None
 
     def forward(self, kwargs: dict[str, object]) -> TargetOutput:
@@ -206,19 +206,18 @@ class SlotRound(ChainRound):
             for row, own in zip(rows, tokens):
                 ids[row, : len(own)] = own
         depths, visible = self.slots.chains(self.width)
-        if any(self.paths):
+        is_chain = not any(self.layouts)
+        if not is_chain:
             depths, visible = depths.cpu().clone(), visible.cpu().clone()
-            for row, paths in zip(rows, self.paths):
-                for position, path in enumerate(paths or ()):
-                    depths[row, position] = len(path) - 1
-                    visible[row, position] = False
-                    visible[row, position, path] = True
+            for row, layout, count in zip(rows, self.layouts, self.counts):
+                if layout is not None:
+                    depths[row, :count], visible[row, :count, :count] = layout.depths, layout.ancestors
+                    visible[row, :count, count:] = False
             depths, visible = depths.to(device), visible.to(device)
         of_each = [text.positions(start, start + 1) for text, start in zip(self.texts, self.starts)]
         anchors = torch.cat(of_each, dim=-2)
         if size > len(rows):
             anchors = anchors.new_zeros(*anchors.shape[:-2], size, 1).index_copy(-2, self.slots.index, anchors)
-        is_chain = not any(self.paths)
         outputs, self._chosen = self.slots(ids, anchors, depths, visible, max(self.starts), is_chain, kwargs)
         return outputs
 
@@ -239,14 +238,14 @@ class SlotRound(ChainRound):
         return own[:, : len(kept)] if is_prefix else own[:, torch.tensor(kept, device=own.device)]
 
     def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
-        self.slots.accept(kept, self.width, any(self.paths))
+        self.slots.accept(kept, self.width, any(self.layouts))
 
     def abort(self, cache: RewindableCache) -> None:
         """Do nothing: a round counts no token before it is accepted."""
 
     def visible(self, position: int) -> list[int]:
-        paths = self.paths[0]
-        return list(range(position + 1)) if paths is None else paths[position]
+        layout = self.layouts[0]
+        return list(range(position + 1)) if layout is None else layout.paths[position]
 
     def layers_with_keys(self, cache: RewindableCache) -> Many[SlotLayer]:
         return self.slots.cache.layers

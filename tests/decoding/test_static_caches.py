@@ -25,7 +25,7 @@ from hf_hyperdflash.auto.policies import ChainPolicy
 from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.targets import compiled
 from hf_hyperdflash.targets.caches.name import CACHE
-from hf_hyperdflash.targets.caches.slots import SlotCache
+from hf_hyperdflash.targets.caches.slots import SlotCache, move_in_slots
 from hf_hyperdflash.targets.compiled import CompiledGraph
 from hf_hyperdflash.trees.layout import TreeLayout
 from hf_hyperdflash.trees.tree import DraftTree
@@ -142,7 +142,7 @@ def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size, is_st
         places = torch.arange(width).repeat(size, 1)
         old = places.clone()
         old[:, : len(path)] = torch.tensor(path)
-        cache.layers[0].move(old, places)
+        move_in_slots(cache, old, places)
         cache.starts += len(path)
     if size == 1:
         cache.give_back()

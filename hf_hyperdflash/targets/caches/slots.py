@@ -162,14 +162,15 @@ class SlotLayer(StaticLayer):
                 write_columns(buffer, columns, states)
         return self.keys[:, :, : self.attended], self.values[:, :, : self.attended]
 
-    def move(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Move tokens to other places of the round, all at once: from `old` `[batch, places]` to `new`."""
-        assert self.keys is not None and self.values is not None
-        sources, slots = self._slots(old), self._slots(new)
-        for buffer in (self.keys, self.values):
-            shape = *buffer.shape[:2], old.shape[1], buffer.shape[3]
-            moved = buffer.gather(2, sources[:, None, :, None].expand(shape))
-            buffer.scatter_(2, slots[:, None, :, None].expand(shape), moved)
+    def move(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
+        """Move tokens to other slots, all at once: from `sources` `[batch, tokens]` to `slots`."""
+        for buffer in (cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)):
+            if len(buffer) == 1:
+                buffer.index_copy_(2, slots[0], buffer.index_select(2, sources[0]))
+            else:
+                shape = *buffer.shape[:2], sources.shape[1], buffer.shape[3]
+                moved = buffer.gather(2, sources[:, None, :, None].expand(shape))
+                buffer.scatter_(2, slots[:, None, :, None].expand(shape), moved)
 
     def mask(self, visible: torch.Tensor, depths: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """Return which slots each verification position sees.
@@ -512,11 +513,12 @@ class SlotForward:
         # The first trees of a width in any case: what moves tokens is compiled then, and not some texts later.
         if is_first or any(path != list(range(len(path))) for path in kept):
             self._moving_widths.add(width)
-            places, _ = self.chains(width)
-            old = places.cpu().clone()
+            if self.compiled is None:  # what is behind a path need not be moved
+                width = max(map(len, kept))
+            old = [list(range(width)) for _ in range(self.size)]
             for row, path in zip(self.rows, kept):
-                old[row, : len(path)] = torch.tensor(path)
-            moves = self.cache, old.to(starts.device), places
+                old[row][: len(path)] = path
+            moves = self.cache, torch.tensor(old, device=starts.device), self.chains(width)[0]
             if self.compiled is None:
                 move_in_slots(*moves)
             else:
@@ -575,6 +577,10 @@ def choose_over_slots(
 
 
 def move_in_slots(cache: SlotCache, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Move tokens of a round in all layers; see [`SlotLayer.move`]."""
+    """Move tokens to other places of the round, all at once: from `old` `[batch, places]` to `new`, in all layers."""
+    known: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
     for layer in cache.layers:
-        layer.move(old, new)
+        key = layer.capacity, layer.device
+        if key not in known:
+            known[key] = layer._slots(old), layer._slots(new)
+        layer.move(*known[key])

@@ -187,7 +187,7 @@ class ContextColumns:
 
     Args:
         keys_values: Of every layer, `[texts, kv_heads, capacity, head_dim]`.
-        counts: Keys of each text, and new ones of its pending tokens, `[texts, 2 or more]`; or as numbers, if they
+        counts: Keys of each text, and new ones of its pending tokens, `[texts, 1 or more]`; or as numbers, if they
             are the same of all texts. Then a pass needs neither an index nor, mostly, a mask.
         new: The most keys of a text's pending tokens.
         queries: The number of keys behind these.
@@ -208,9 +208,9 @@ class ContextColumns:
         if isinstance(counts, tuple):
             self.stop, self.columns = sum(counts), slice(counts[0], counts[0] + width)
         else:
-            starts, own = counts[:, :1], counts[:, 1:2]
-            self.stop = starts + own
-            self.columns = starts + (torch.arange(width, device=counts.device) - (new - own)) % width
+            starts, places = counts[:, :1], torch.arange(width, device=counts.device)
+            self.stop = counts[:, :2].sum(1, keepdim=True) if new else starts
+            self.columns = starts + ((places - new + counts[:, 1:2]) % width if new else places)
 
     @classmethod
     def of(cls, drafter: Any, contexts: Sequence[DraftContext], queries: int = 0, size: int = 1) -> ContextColumns:

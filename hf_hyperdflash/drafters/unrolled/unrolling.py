@@ -183,8 +183,8 @@ def run_blocks(
 ) -> torch.Tensor:
     """Run blocks whose keys lie in the columns from `first` on, `[texts, 1]` or of all texts the same. Without a mask
     each slot sees all that is before it. See [`~drafters.unrolled.drafter.UnrolledDrafter.run`]."""
-    counts = (first, 0) if isinstance(first, int) else nn.functional.pad(first, (0, 1))
-    columns = ContextColumns(keys_values, counts, 0, drafter.config.block_size * ids.shape[1], view)
+    known = (first, 0) if isinstance(first, int) else first
+    columns = ContextColumns(keys_values, known, 0, drafter.config.block_size * ids.shape[1], view)
     mask = columns.causal_mask(condition.device) if mask is None else mask
     layers = [columns.layer(index) for index in range(len(keys_values))]
     return drafter.run(condition, drafter.embed(target, ids), position_ids, layers, mask)

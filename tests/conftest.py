@@ -136,8 +136,6 @@ class PerfectDrafter(HyperDFlashDrafter):
         return self
 
     def forward(self, block_embeds, position_ids, context=None, *rest):
-        if context is not None:
-            self.flush_pending(context)
         following = [self.sequence[min(p, len(self.sequence) - 1)] for p in position_ids[0].tolist()]
         return self.states[following][None].to(self.device)
 

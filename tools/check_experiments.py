@@ -166,7 +166,9 @@ def check_operations_of_heads_are_those_that_torch_counts(tmp_path: Path) -> Non
             continue
         drafter = tiny_drafter(target, **fields | ({"head_rank": 5} if "head_rank" in fields else {}))
         states = torch.randn(1, 7, 32)
-        total, attention, _ = counted(lambda: drafter(states, torch.arange(7)[None], drafter.new_context()))  # noqa: B023
+        none, positions = torch.zeros(1, 0, drafter.config.num_streams, 32), torch.zeros(1, 0, dtype=torch.long)
+        no_context = {"residual": none, "residual_position_ids": positions}
+        total, attention, _ = counted(lambda: drafter(states, torch.arange(7)[None], **no_context))  # noqa: B023
         assert total - attention == heads.block(drafter).operations
         total, _, path = counted(lambda: BlockPath(drafter, target_of(target), states[:, :6]))  # noqa: B023
         assert total == heads.lm_head(drafter, 6).operations

@@ -15,7 +15,7 @@ import torch
 
 from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, TreePolicy
 from ..drafters.base import AUTO
-from ..drafters.parts.fixed_context import CompiledContext
+from ..drafters.parts.context import DraftContext
 from ..targets.caches.name import CACHE, cache_of
 from ..targets.caches.slots import SlotForward, is_of_plain_layers
 from ..targets.compiled import CompiledForwards, compile_options
@@ -60,7 +60,7 @@ class Batch:
         nodes = MOST_NODES if budget == AUTO else budget or 0
         self.max_positions = 1 + max(nodes, *(each.num_drafts for each in sequences))
         self.compiled: CompiledForwards | None = None
-        self._fixed_contexts: Many[CompiledContext] = ()
+        self._fixed_contexts: Many[DraftContext] = ()
         self.now, self.no_drafts = first.now, DraftTree.chain(first.tokens.ids.new_empty(0))
 
     def prefill(self) -> TargetOutput:
@@ -162,10 +162,6 @@ class Batch:
         most_new = 1 + max(sequence.num_drafts for sequence in self.sequences)
         sizes = room, most_new, self.max_positions - 1
         self._fixed_contexts = self.drafter.fixed_contexts(self.target, contexts, *sizes, self.compiled)
-        for sequence, context in zip(self.sequences, self._fixed_contexts):
-            sequence.context = context
-            if len(contexts) == 1:
-                store_context(self.cache, self.drafter, context)
 
     @contextmanager
     def interruptible(self, round_: ChainRound | None = None) -> Iterator[None]:

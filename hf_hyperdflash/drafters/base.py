@@ -15,7 +15,7 @@ from ..targets.target import Target
 from ..targets.vocabulary import check_vocabulary
 from ..trees.tree import DraftTree
 from ..upper import upper
-from .parts.fixed_context import CompiledContext
+from .parts.context import DraftContext
 from .sampling import Context, DraftRequest
 
 if TYPE_CHECKING:
@@ -147,9 +147,9 @@ class Drafter:
         most_new: int,
         most_drafts: int,
         compiled: CompiledForwards,
-    ) -> Sequence[CompiledContext]:
-        """Return the contexts of a batch as ones whose passes run compiled, until their `compiled` is `None`; none
-        where a drafter has none such.
+    ) -> Sequence[DraftContext]:
+        """Let passes over a batch's contexts run compiled until their `compiled` is `None`. Return these contexts;
+        none where a drafter has none such.
 
         Args:
             target: The target.

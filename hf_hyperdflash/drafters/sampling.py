@@ -213,27 +213,7 @@ class DraftSampler:
             width: Of a tree of most probable nodes, how many of a level go on at most, and how many children each
                 has; `None` for as many as are worth it.
         """
-        if self.tree_budget is None or not count:
-            return self._path(ids, count, steps)
-        return trees_in_step([DraftRequest(None, ids, ids, count, self)], steps, width)[0]
-
-    def _path(self, ids: torch.Tensor, count: int, steps: Steps) -> DraftTree:
-        q: list[torch.Tensor] = []
-        confidence: list[torch.Tensor] = []
-        drafts, token, row = ids[:, :0], ids[:, -1], ids.new_zeros(1)
-        for k in range(count):
-            if not self.is_open():
-                break
-            step = self.scored_step(ids, drafts, steps(k, token, row))
-            # By what is known before the token is drawn: afterwards it would be chosen by what it is.
-            if self.chain_admission is not None and not self.chain_admission.admits(signals_of(step.logits)[0]):
-                break
-            token, drawn_from = draw(step, self.do_sample)
-            drafts = torch.cat([drafts, token[:, None]], dim=1)
-            q += [] if drawn_from is None else [drawn_from[0]]
-            confidence += [] if step.confidence is None else [step.confidence]
-        tree = DraftTree.chain(drafts[0], q)
-        return replace(tree, confidence=torch.cat(confidence)) if confidence else tree
+        return drafts_in_step([DraftRequest(None, ids, ids, count, self)], steps, width)[0]
 
 
 class Context(Protocol):
@@ -274,11 +254,8 @@ def drafts_in_step(requests: Sequence[DraftRequest], steps: Steps, width: int | 
         steps: The drafter.
         width: As for [`DraftSampler.grow`].
     """
-    if len(requests) == 1:
-        return [requests[0].sampler.grow(requests[0].ids, requests[0].num_drafts, steps, width)]
-    if requests[0].sampler.tree_budget is None:
-        return chains_in_step(requests, steps)
-    return trees_in_step(requests, steps, width)
+    is_tree = requests[0].sampler.tree_budget is not None and any(each.num_drafts for each in requests)
+    return trees_in_step(requests, steps, width) if is_tree else chains_in_step(requests, steps)
 
 
 def share_passes(requests: Sequence[DraftRequest]) -> bool:
@@ -351,17 +328,22 @@ def chains_in_step(requests: Sequence[DraftRequest], steps: Steps) -> list[Draft
     """Draft chains of several texts from logits that know the drafts before, one draft of all at a time.
 
     Args:
-        requests: One for each, for chains that nobody admits draft by draft.
+        requests: One for each. Somebody who admits drafts one by one has one text alone.
         steps: The drafter, with the texts as paths.
     """
     tokens = torch.cat([each.ids[:, -1] for each in requests])
     drafts, rows = tokens.new_empty(len(requests), 0), torch.arange(len(requests), device=tokens.device)
-    do_sample, scored, each_one = requests[0].sampler.do_sample, scored_in_step(requests), [1] * len(requests)
+    first, scored, each_one = requests[0].sampler, scored_in_step(requests), [1] * len(requests)
     drawn_from: list[torch.Tensor] = []
     confidence: list[torch.Tensor] = []
     for k in range(max(each.num_drafts for each in requests)):
+        if not first.is_open():
+            break
         step = scored(drafts, steps(k, tokens, rows), each_one)
-        tokens, q = draw(step, do_sample)
+        # By what is known before the token is drawn: afterwards it would be chosen by what it is.
+        if first.chain_admission is not None and not first.chain_admission.admits(signals_of(step.logits)[0]):
+            break
+        tokens, q = draw(step, first.do_sample)
         drawn_from += [] if q is None else [q]
         drafts = torch.cat([drafts, tokens[:, None]], dim=1)
         confidence += [] if step.confidence is None else [step.confidence]

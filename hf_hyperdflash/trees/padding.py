@@ -9,10 +9,10 @@ import torch
 
 
 class Padding:
-    """Fills up on the left what texts have less of than the one with most, of which each has `counts`."""
+    """Fills up on the left what texts have less of than the one with most, or than `width`; each has `counts`."""
 
-    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
-        self.counts, self.device, self.width = counts, device, max(counts)  # width: the most of a text
+    def __init__(self, counts: Sequence[int], device: torch.device, width: int | None = None) -> None:
+        self.counts, self.device, self.width = counts, device, width or max(counts)
         self._is_even = min(counts) == self.width
 
     def add(self, flat: torch.Tensor, fill: float = 0) -> torch.Tensor:
@@ -34,12 +34,12 @@ class Padding:
         return self.add(torch.arange(sum(self.counts), device=self.device))
 
     @property
-    def columns(self) -> list[int]:
-        """The column of each in its text's row, in the order of `flat`."""
-        return [column for count in self.counts for column in range(self.width - count, self.width)]
+    def columns(self) -> torch.Tensor:
+        """The column of each in its text's row, in the order of `flat`, `[total]`."""
+        return self.remove(torch.arange(self.width, device=self.device).expand(len(self.counts), -1))
 
     @cached_property
     def _index(self) -> torch.Tensor:
-        rows = (row for row, count in enumerate(self.counts) for _ in range(count))
-        places = [row * self.width + column for row, column in zip(rows, self.columns)]
+        ends = ((row + 1) * self.width for row in range(len(self.counts)))
+        places = [place for end, count in zip(ends, self.counts) for place in range(end - count, end)]
         return torch.tensor(places, dtype=torch.long, device=self.device)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, Qwen3Config
 
 from hf_hyperdflash import load_drafter
+from hf_hyperdflash.drafters.parts.context import rows_of
 from hf_hyperdflash.drafters.parts.rank_head import rank_features
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.unrolled.unrolling import Unrolling
@@ -98,6 +99,12 @@ def contexts(drafter: Any, target: Target, features: Tensor, tokens: Tensor) -> 
         yield entry, context
 
 
+def unrolling_of(drafter: Any, target: Target, context: Any, entry: int) -> Unrolling:
+    """Return the later blocks of a context that ends in `entry`."""
+    keys_values, length = rows_of(drafter, [context], 64), context.length
+    return Unrolling(drafter, target, keys_values, context.states, torch.tensor([entry + 1]), length, length)
+
+
 def logits_of(drafter: Any, target: Target, states: Tensor) -> Tensor:
     return drafter.drafted_logits(target, drafter.norm(states))
 
@@ -170,7 +177,7 @@ def test_specblock_gives_the_blocks_of_its_authors(tmp_path, monkeypatch):
         head = drafter.rank_head(drafter.norm(context.states[0]), rank_features(found))
         torch.testing.assert_close(head, ranks[0, entry], **CLOSE)
         if entry == 0:
-            unrolling = Unrolling(drafter, target, [context])
+            unrolling = unrolling_of(drafter, target, context, entry)
             states = unrolling.branch(torch.tensor([0]), torch.tensor([slot]), later[0, :1])
             torch.testing.assert_close(logits_of(drafter, target, states[0]), second[0, 0], **CLOSE)
 
@@ -209,7 +216,7 @@ def test_eagle3_gives_the_logits_of_speculators(layer_type, flags, tmp_path):
     assert len(steps) == 3
     drafter, target = ours(tmp_path, model, config.to_dict()), target_with(model.embed_tokens)
     for entry, context in contexts(drafter, target, features, tokens):
-        unrolling, states = Unrolling(drafter, target, [context]), context.states
+        unrolling, states = unrolling_of(drafter, target, context, entry), context.states
         for step in range(min(3, LENGTH - entry)):
             if step:
                 last = torch.tensor([step - 1]), torch.tensor([0])

@@ -1,4 +1,6 @@
-"""Norms, attention of blocks through every implementation that runs here, the context's cache."""
+"""Norms, attention of blocks through every implementation that runs here, a text's context."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
-from hf_hyperdflash.drafters.parts.layers import ContextCache, DrafterRMSNorm
+from hf_hyperdflash.drafters.parts.context import ContextColumns, DraftContext
+from hf_hyperdflash.drafters.parts.layers import DrafterRMSNorm
 from hf_hyperdflash.training.data.blocks import block_mask
 
 from ..conftest import tiny_drafter
@@ -62,39 +65,45 @@ def test_an_implementation_that_cannot_mask_blocks_is_refused(target):
     Refusal(lambda: drafter(*blocks()), ("'flash_attention_2'", "mask")).check()
 
 
-STEPS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7), st.booleans()), min_size=1, max_size=12)
+COUNTS, ROWS = st.lists(st.integers(0, 9), min_size=3, max_size=3), st.sets(st.integers(0, 2), min_size=1)
+ROUNDS = st.lists(st.tuples(COUNTS, ROWS, st.booleans()), min_size=1, max_size=12)
+WINDOWS = st.sampled_from([(None, None), (1, 1), (4, 4), (30, 30), (4, None), (7, 2)])
 
 
 @settings(deadline=None, max_examples=100)
-@given(STEPS, st.sampled_from([(None, None), (1, 1), (4, 4), (30, 30), (4, None), (7, 2)]))
-def test_a_context_is_its_accepted_tokens_whatever_blocks_come_between(steps, windows):
-    """Against a list: tokens that are new go in, a block's are seen and overwritten, old ones leave the window of each
-    layer, and all of them the buffer."""
-    config = type("Config", (), dict(num_hidden_layers=2, num_key_value_heads=1, head_dim=2))
-    context, accepted, number = ContextCache([AttentionSpan(window) for window in windows]), [], 0
+@given(ROUNDS, st.integers(1, 7), WINDOWS)
+def test_contexts_are_their_accepted_tokens_whatever_blocks_come_between(rounds, block_size, windows):
+    """Against lists: tokens that are new go in, a block's are seen and overwritten, old ones leave the window of each
+    layer, and all of them the buffer. Texts come late to others, which have more tokens, and leave them."""
+    config = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=1, head_dim=2)
+    drafter = SimpleNamespace(config=config, dtype=torch.float32, device=torch.device("cpu"))
     longest = None if None in windows else max(windows)
+    contexts, accepted, number = [DraftContext(longest) for _ in range(3)], [[], [], []], 1
 
-    def rows(values):
-        return torch.tensor(values, dtype=torch.float).view(1, 1, -1, 1).expand(1, 1, -1, 2)
-
-    for new, queries, is_kept in steps:
-        tokens = list(range(number, number + new + queries))
-        number += new + queries
-        context.make_room(len(tokens), torch.zeros(1, 0), config)
+    for counts, drafted, is_kept in rounds:
+        new, rows = max(counts[row] for row in drafted), sorted(drafted)
+        tokens = torch.arange(number, number := number + len(rows) * (new + block_size)).view(len(rows), -1)
+        for row in rows:
+            contexts[row].pending = (torch.zeros(1, counts[row], 1), torch.zeros(1, counts[row], dtype=torch.long))
+        columns = ContextColumns.of(drafter, [contexts[row] for row in rows], block_size)
         for layer, window in enumerate(windows):
-            seen = [*accepted, *tokens[:new]]
-            seen = seen[-window:] if window else seen
-            assert context.visible(layer, new) == len(seen)
-            keys, values = context.layer(layer, new)(rows(tokens) + 100 * layer, -rows(tokens))
-            assert keys[0, 0, :, 0].tolist() == [token + 100 * layer for token in [*seen, *tokens[new:]]]
-            assert values[0, 0, :, 1].tolist() == [-token for token in [*seen, *tokens[new:]]]
-        if is_kept:  # else the forward was interrupted before its end
-            context.advance(new)
-            accepted += tokens[:new]
-        visible = accepted[-longest:] if longest else accepted
-        assert len(context) == len(visible)
-        assert all(keys[0, 0, :, 1].tolist() == [t + 100 * i for t in visible] for i, (keys, _) in
-                   enumerate(context.layers))  # fmt: skip
+            span = AttentionSpan(window)
+            states = (tokens + 1000 * layer)[:, None, :, None].expand(-1, 1, -1, 2).float()
+            keys, values = columns.layer(layer, span)(states, -states)
+            mask = columns.block_mask(span, block_size, drafter.device)
+            mask = torch.ones(len(rows), 1, block_size, keys.shape[2], dtype=torch.bool) if mask is None else mask
+            for place, row in enumerate(rows):
+                before = [*accepted[row], *tokens[place, new - counts[row] : new].tolist()]
+                expected = [*(before[-window:] if window else before), *tokens[place, new:].tolist()]
+                for slot in mask.expand(len(rows), -1, -1, -1)[place, 0]:
+                    assert (keys[place, 0, slot, 0] - 1000 * layer).tolist() == expected
+                    assert (values[place, 0, slot, 1] + 1000 * layer).tolist() == [-token for token in expected]
+        for place, row in enumerate(rows if is_kept else ()):  # else the forward was interrupted before its end
+            contexts[row].length += counts[row]
+            accepted[row] += tokens[place, new - counts[row] : new].tolist()
+    if longest:
+        most = 2 * (longest + 9 + block_size) + 64
+        assert all(each.buffer[0][0].shape[2] <= most for each in contexts if each.buffer)
 
 
 def test_a_fresh_convolution_changes_nothing(target):

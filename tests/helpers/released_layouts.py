@@ -248,10 +248,10 @@ def drafted(drafter: Any, target: Any, ids: torch.Tensor, tokens: list[int], par
         )
     if isinstance(drafter, UnrolledDrafter):  # whose next round would take in what is pending
         drafter.flush_pending(target_of(target), [context])
-    held = len(context)
+    held = context.length
     sampler = Followed(tokens)
     drafter.draft(target_of(target), [DraftRequest(context, ids, positions, len(tokens) + 1, sampler)])
-    assert len(context) == held  # as it was
+    assert context.length == held  # as it was
     return torch.stack(sampler.seen)
 
 

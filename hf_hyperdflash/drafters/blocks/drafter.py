@@ -13,10 +13,9 @@ from ...targets.compiled import CompiledForwards
 from ...targets.target import Target, soft_capped
 from ...trees.growth import AskedDrafts, GrownChains, GrownNodes, grow_in_graph
 from ...trees.tree import DraftTree, are_trees_kept
-from ..parts.fixed_context import FixedBuffers, FixedContext, FixedLayers
+from ..parts.context import ContextColumns, DraftContext, anchors_of, compile_contexts, padded_pending
 from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, run_heads
-from ..parts.joint_context import JointContext
-from ..parts.layers import ContextCache, KeysValues, Rotary, block_inputs
+from ..parts.layers import KeysValues, Rotary, block_inputs
 from ..reading import ReadingDrafter
 from ..sampling import DraftRequest, asked_of_a_graph, drafts_in_step, drafts_of, share_passes
 from .path import BlockPath
@@ -29,7 +28,7 @@ class BlockDrafter(ReadingDrafter):
     hidden states, the feature of what is new to the context, the rotary embedding of both, the context and the mask;
     its `keys_values` are of the feature alone. Its configuration has `vocab_size`, `draft_vocab_size`, `block_size`,
     `first_slot`, `max_draft_tokens`, `mask_token_id`, `kinds`, `attention_span`, `target_layer_ids`, `target_hc_mult`,
-    `target_hidden_size`, `target_name_or_path`, what [`ContextCache`] and its heads read.
+    `target_hidden_size`, `target_name_or_path`, what [`DraftContext`] and its heads read.
     """
 
     layers: nn.ModuleList
@@ -69,7 +68,7 @@ class BlockDrafter(ReadingDrafter):
         self,
         block_embeds: torch.Tensor,
         position_ids: torch.Tensor,
-        context: ContextCache | JointContext | None = None,
+        context: ContextColumns | None = None,
         attention_mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
         residual: torch.Tensor | None = None,
         residual_position_ids: torch.Tensor | None = None,
@@ -82,9 +81,9 @@ class BlockDrafter(ReadingDrafter):
             block_embeds: `[batch, queries, config.target_hidden_size]`, the target's embeddings of anchors and mask
                 tokens.
             position_ids: `[batch, queries]`, true positions.
-            context: The tokens before; those of the residual are added to it. `None` in training.
-            attention_mask: Boolean `[batch, 1, queries, context + seq + queries]`, `True` where a query sees a key, or
-                one for each kind of layer in `config.kinds`; `None` for one block, whose slots see what
+            context: The tokens before, behind which the keys of the residual's are written. `None` in training.
+            attention_mask: Boolean `[batch, 1, queries, seq + queries]`, `True` where a query sees a key, or one for
+                each kind of layer in `config.kinds`; `None` for one block, whose slots see what
                 `config.attention_span` says.
             residual: The target's residual streams of `config.target_layer_ids` of tokens before the anchors,
                 `[batch, seq, streams read, config.target_hidden_size]`.
@@ -108,14 +107,20 @@ class BlockDrafter(ReadingDrafter):
             feature, new = self.reduce(residual), residual.shape[1]
             position_ids = torch.cat([cast(torch.Tensor, residual_position_ids), position_ids], dim=1)
         rotary = self._rotary(hidden, position_ids)
-        if context is not None:
-            context.make_room(position_ids.shape[1], hidden, config)
-        masks = self._masks(kinds, attention_mask, hidden, context, new)
+        spans = {kind: config.attention_span(kind) for kind in kinds}
+        masks: dict[str, AttentionMask | None] = {}
+        for kind, span in spans.items():
+            mask: torch.Tensor | None
+            if attention_mask is not None:
+                mask = attention_mask if isinstance(attention_mask, torch.Tensor) else attention_mask[kind]
+            elif context is None:
+                mask = span.mask(hidden.shape[1], new, hidden.device)
+            else:
+                mask = context.block_mask(span, hidden.shape[1], hidden.device)
+            masks[kind] = None if mask is None else attention_mask_for(config._attn_implementation, mask, hidden.dtype)
         for index, (layer, kind) in enumerate(zip(self.layers, kinds)):
-            known = None if context is None else context.layer(index, new)
+            known = None if context is None else context.layer(index, spans[kind])
             hidden = layer(hidden, feature, rotary, known, masks[kind])
-        if context is not None:
-            context.advance(new)
         hidden = self._end(hidden)
         if previous_ids is None:
             return hidden
@@ -125,28 +130,6 @@ class BlockDrafter(ReadingDrafter):
         blind = self.lm_head_input(drafts) if chooses else None
         # Made anew: before torch 2.12 or so a compiled forward knows no `_replace`.
         return HeadOutput(self.lm_head_input(output.states), output.vectors, output.confidence, blind)
-
-    def _masks(
-        self,
-        kinds: Sequence[str],
-        given: torch.Tensor | Mapping[str, torch.Tensor] | None,
-        hidden: torch.Tensor,
-        context: ContextCache | JointContext | None,
-        new: int,
-    ) -> dict[str, AttentionMask | None]:
-        """Return the mask for each kind of layer, as its attention takes it."""
-        masks: dict[str, AttentionMask | None] = {}
-        for kind in dict.fromkeys(kinds):
-            mask: torch.Tensor | None
-            if given is not None:
-                mask = given if isinstance(given, torch.Tensor) else given[kind]
-            elif context is None:
-                mask = self.config.attention_span(kind).mask(hidden.shape[1], new, hidden.device)
-            else:  # with a joint context the masks are given
-                mask = cast(ContextCache, context).mask(kinds.index(kind), new, hidden.shape[1], hidden.device)
-            implementation = self.config._attn_implementation
-            masks[kind] = None if mask is None else attention_mask_for(implementation, mask, hidden.dtype)
-        return masks
 
     # One sequence
 
@@ -174,15 +157,16 @@ class BlockDrafter(ReadingDrafter):
         """
         raise ValueError(f"A {type(self).__name__} comes with its heads, expected none of {', '.join(fields)}.")
 
-    def new_context(self) -> ContextCache:
-        """Return an empty context for one sequence."""
-        return ContextCache([self.config.attention_span(kind) for kind in self.config.kinds])
+    def new_context(self) -> DraftContext:
+        """Return an empty context for one text."""
+        windows = [self.config.attention_span(kind).context_window for kind in self.config.kinds]
+        return DraftContext(None if None in windows else max(cast(list[int], windows)))
 
     @torch.no_grad()
     def extend(
         self,
         target: Target,
-        context: ContextCache,
+        context: DraftContext,
         residual: torch.Tensor,
         position_ids: torch.Tensor,
         next_ids: torch.Tensor,
@@ -197,29 +181,37 @@ class BlockDrafter(ReadingDrafter):
             self.flush_pending(context)
 
     @torch.no_grad()
-    def flush_pending(self, context: ContextCache) -> None:
+    def flush_pending(self, context: DraftContext) -> None:
         """Compute keys and values of the pending tokens, without a block."""
         if context.pending is None:
             return
         residual, position_ids = context.pending
-        feature, new = self.reduce(residual), residual.shape[1]
+        feature, columns = self.reduce(residual), ContextColumns.of(self, [context])
         rotary = self._rotary(feature, position_ids)
-        context.make_room(new, feature, self.config)
         for index, layer in enumerate(self.layers):
-            context.layer(index, new)(*cast(Any, layer).keys_values(feature, rotary))
-        context.advance(new)
-        context.pending = None
+            columns.layer(index)(*cast(Any, layer).keys_values(feature, rotary))
+        context.length, context.pending = context.length + context.new_count, None
 
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Draft for all texts in one pass. A block always has its trained width."""
-        config, contexts = self.config, [each.context for each in requests]
-        if all(isinstance(context, FixedContext) and context.compiled is not None for context in contexts):
-            hidden, trees = self._run_compiled(target, requests)
-            if trees:
-                return trees
+        """Draft for all texts in one pass. A block always has its trained width. Compiled, what follows is in the same
+        graph if drafts are the most probable ones."""
+        config, contexts, drafted = self.config, [each.context for each in requests], None
+        compiled = contexts[0].compiled
+        rows = list(range(len(requests))) if compiled is None else [context.row for context in contexts]
+        if compiled is None:
+            columns = ContextColumns.of(self, contexts, config.block_size)
+            anchors = anchors_of(requests, self.device)
+            hidden = _run_block(self, target, columns, *anchors, padded_pending(contexts, self.device))
         else:
-            hidden = self._run_blocks(target, requests)
+            plan = asked_of_a_graph(requests, self.device, self._is_launch_bound)
+            hidden, drafted = compiled.run(_draft_best, self, target, *compiled.inputs(requests, 1), plan)
+        for context in contexts:
+            context.length, context.pending = context.length + context.new_count, None
+        if drafted is not None:
+            return drafts_of(drafted, requests, rows)
+        if len(rows) < len(hidden):
+            hidden = hidden[rows]
         counts = [each.num_drafts for each in requests]
         states = hidden[:, config.first_slot : config.first_slot + max(counts)]
         # With either head, what is said of a draft depends on those before it.
@@ -236,67 +228,27 @@ class BlockDrafter(ReadingDrafter):
             return [path.with_head_choices(tree) for tree in trees]
         return trees
 
-    def _run_blocks(self, target: Target, requests: Sequence[DraftRequest]) -> torch.Tensor:
-        """Run a block of each text and add what is pending; return the blocks' states, `[texts, config.block_size,
-        config.target_hidden_size]`."""
-        config, device = self.config, self.device
-        anchors = torch.cat([each.ids[:, -1:] for each in requests])
-        last = torch.cat([each.position_ids[:, -1:] for each in requests])
-        block, positions = block_inputs(anchors, last, config.block_size, config.mask_token_id)
-        embeds, positions = target.embed(block).to(device), positions.to(device)
-        if len(requests) == 1:
-            context = requests[0].context
-            hidden = self(embeds, positions, context, None, *(context.pending or ()))
-            context.pending = None
-            return hidden
-        joint = JointContext([each.context for each in requests])
-        spans = {kind: config.attention_span(kind) for kind in dict.fromkeys(config.kinds)}
-        masks = joint.masks(config.kinds, spans, config.block_size, device)
-        return self(embeds, positions, joint, masks, *joint.pending())
-
     def fixed_contexts(
         self,
         target: Target,
-        contexts: Sequence[ContextCache],
+        contexts: Sequence[DraftContext],
         room: int,
         most_new: int,
         most_drafts: int,
         compiled: CompiledForwards,
-    ) -> list[FixedContext]:
-        config, texts, device = self.config, len(contexts), self.device
-        if device.type == "meta" or isinstance(self.head, SelectorHead):
+    ) -> Sequence[DraftContext]:
+        if self.device.type == "meta" or isinstance(self.head, SelectorHead):
             return []
-        spans = [config.attention_span(kind) for kind in config.kinds]
-        spare = most_new + config.block_size
-        shape = texts, config.num_key_value_heads, room + spare, config.head_dim
-        residual = texts, most_new, len(self.layers_read(target)) * target.streams, config.target_hidden_size
-        pending = [torch.zeros(residual, dtype=target.dtype, device=device)]
-        shared = FixedBuffers(len(spans), shape, spare, self.norm.weight, pending, compiled)
         for context in contexts:
             self.flush_pending(context)
-        return [FixedContext(spans, context, shared) for context in contexts]
-
-    def _run_compiled(self, target: Target, requests: Sequence[DraftRequest]) -> tuple[torch.Tensor, list[DraftTree]]:
-        """Run a block of each text of a batch compiled, and all that follows if drafts are the most probable ones.
-
-        Args:
-            target: The target.
-            requests: Of texts with a [`FixedContext`], one at least; texts that have ended are run along.
-
-        Returns:
-            The blocks' states, `[texts, config.block_size, config.target_hidden_size]`, and, in that case, the drafts.
-        """
-        shared, rows = cast(FixedContext, requests[0].context).shared, [each.context.row for each in requests]
-        asked = asked_of_a_graph(requests, self.device, self._is_launch_bound)
-        anchors = shared.last_of(requests, "ids"), shared.last_of(requests, "position_ids")
-        inputs = *anchors, *shared.inputs(requests), shared.most_new, shared.view, asked
-        hidden, drafted = shared.compiled(_run_block, self, target, shared.all, *inputs)
-        for each in requests:
-            each.context.advance(0 if each.context.pending is None else each.context.pending[1].shape[1])
-            each.context.pending = None
-        if drafted is None:
-            return hidden if len(rows) == len(hidden) else hidden[rows], []
-        return hidden, drafts_of(drafted, requests, rows)
+        config, width = self.config, len(self.layers_read(target)) * target.streams
+        pending = (
+            torch.zeros(len(contexts), most_new, width, config.target_hidden_size, dtype=target.dtype),
+            torch.zeros(len(contexts), most_new, dtype=torch.long),
+        )
+        spare = most_new + config.block_size
+        compile_contexts(self, contexts, room, spare, tuple(part.to(self.device) for part in pending), compiled)
+        return contexts
 
     def logits(self, target: Target, hidden: torch.Tensor, vectors: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits of the tokens that can be drafted, `[..., config.draft_vocab_size or config.vocab_size]`.
@@ -343,25 +295,40 @@ class BlockDrafter(ReadingDrafter):
 def _run_block(
     drafter: BlockDrafter,
     target: Target,
-    buffers: Sequence[KeysValues],
+    columns: ContextColumns,
     ids: torch.Tensor,
     position_ids: torch.Tensor,
-    residual: torch.Tensor,
-    counts: torch.Tensor,
-    most_new: int,
-    view: int,
-    asked: AskedDrafts | None,
-) -> tuple[torch.Tensor, GrownChains | GrownNodes | None]:
+    pending: tuple[torch.Tensor, ...],
+) -> torch.Tensor:
+    """Run the blocks of anchors `[texts, 1]` and add what is pending; return the blocks' states, `[texts,
+    config.block_size, config.target_hidden_size]`."""
     config = drafter.config
     block, positions = block_inputs(ids, position_ids, config.block_size, config.mask_token_id)
-    context = FixedLayers(buffers, counts, most_new, view)
-    masks = context.masks(config.kinds, [config.attention_span(kind) for kind in config.kinds], config.block_size)
-    embeds = target.embed(block).to(buffers[0][0].device)
-    # What is pending ends before the anchor.
-    pending = position_ids - counts[:, 1:2] + torch.arange(most_new, device=position_ids.device)
-    hidden = drafter(embeds, positions, cast(Any, context), masks, residual, pending)
-    if asked is None:
+    return drafter(target.embed(block).to(ids.device), positions, columns, None, *pending)
+
+
+def _draft_best(
+    drafter: BlockDrafter,
+    target: Target,
+    keys_values: Sequence[KeysValues],
+    ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    pending: tuple[torch.Tensor, ...],
+    counts: torch.Tensor,
+    view: int,
+    plan: AskedDrafts | None,
+) -> tuple[torch.Tensor, GrownChains | GrownNodes | None]:
+    """Run a block of each text inside a graph; return their states and the most probable drafts.
+
+    Args:
+        keys_values, ids, position_ids, pending, counts, view: See [`~drafters.parts.context.CompiledRounds.inputs`].
+        plan: Which drafts; `None` for none.
+    """
+    config, most_new = drafter.config, pending[1].shape[1]
+    columns = ContextColumns(keys_values, counts, most_new, config.block_size, view)
+    hidden = _run_block(drafter, target, columns, ids, position_ids, pending)
+    if plan is None:
         return hidden, None
     depth = min(most_new - 1, config.max_draft_tokens)
     path = BlockPath(drafter, target, hidden[:, config.first_slot : config.first_slot + depth])
-    return hidden, grow_in_graph(asked, ids[:, 0], counts[:, 2], depth, path)
+    return hidden, grow_in_graph(plan, ids[:, 0], counts[:, 2], depth, path)

@@ -17,8 +17,8 @@ from ...targets.compiled import CompiledForwards
 from ...targets.target import Target
 from ...trees.growth import AskedDrafts, DraftStep, GrownChains, GrownNodes, grow_in_graph
 from ...trees.tree import DraftTree
-from ..base import EmptyContext
 from ..configuration import WithCode
+from ..parts.context import CompiledRounds, DraftContext
 from ..sampling import DraftRequest, asked_of_a_graph, drafts_of
 from ..saved import SavedDrafter
 
@@ -65,21 +65,6 @@ def medusa_heads(config: Any) -> dict[str, nn.Module]:
     return heads
 
 
-class LastState(EmptyContext):
-    """What the target's LM head read last of a sequence.
-
-    Attributes:
-        residual: The residual of the last accepted token, `[1, 1, streams, config.hidden_size]`, which the target
-            collapses to that; `None` at first.
-        compiled: As of [`~drafters.parts.fixed_context.CompiledContext`].
-        batch: Those of all texts that its rounds were compiled for.
-    """
-
-    residual: torch.Tensor | None = None
-    compiled: CompiledForwards | None = None
-    batch: Sequence[LastState] = ()
-
-
 class MedusaDrafter(SavedDrafter):
     """Drafts with Medusa heads: `load_drafter` reads published ones, and none are trained here."""
 
@@ -97,39 +82,46 @@ class MedusaDrafter(SavedDrafter):
     def target_sizes(self) -> dict[str, int]:
         return {"hidden_size": self.config.hidden_size}
 
-    def new_context(self) -> LastState:
-        """Return an empty context for one sequence."""
-        return LastState()
+    def new_context(self) -> DraftContext:
+        """Return an empty context for one text, in which its last accepted token stays pending."""
+        return DraftContext()
 
-    def extend(self, target: Target, context: LastState, residual: torch.Tensor, *_: torch.Tensor) -> None:
-        """Store the residual of the last accepted token."""
+    def extend(
+        self,
+        target: Target,
+        context: DraftContext,
+        residual: torch.Tensor,
+        position_ids: torch.Tensor,
+        *_: torch.Tensor,
+    ) -> None:
+        """Store the residual of the last accepted token, from which the target's LM head made the anchor."""
         if residual.shape[1]:
-            context.residual = residual[:, -1:]
+            context.pending = residual[:, -1:], position_ids[:, -1:]
 
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft with as many heads as tokens are asked for, in one pass; an empty context gives no drafts."""
         trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
-        places = [place for place, each in enumerate(requests) if each.context.residual is not None]
+        places = [place for place, each in enumerate(requests) if each.context.pending is not None]
         if places:
             for place, tree in zip(places, self._draft_some(target, [requests[place] for place in places])):
                 trees[place] = tree
         return trees
 
     def _draft_some(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        compiled, batch = requests[0].context.compiled, requests[0].context.batch
-        known = [each.context.residual for each in requests]
+        compiled = requests[0].context.compiled
         if compiled is None:
-            logits = self(target, torch.cat(known))
+            logits = self(target, torch.cat([each.context.pending[0] for each in requests]))
             return [each.sampler.blind(each.ids, own[None, : each.num_drafts]) for each, own in zip(requests, logits)]
         # With all texts, whoever is asked for: the shapes stay.
-        residual = [torch.zeros_like(known[0]) if each.residual is None else each.residual for each in batch]
+        batch, filled = compiled.contexts, torch.zeros_like(requests[0].context.pending[0])
+        residual = [filled if each.pending is None else each.pending[0] for each in batch]
         rows, counts = [batch.index(each.context) for each in requests], [0] * len(batch)
         for row, each in zip(rows, requests):
             counts[row] = each.num_drafts
         limits = torch.tensor(counts, device=self.device)
         asked = asked_of_a_graph(requests, self.device, self._is_launch_bound)
-        drafted = compiled(_draft_all, self, target, torch.cat(residual), limits, asked)
+        drafted = compiled.run(_draft_all, self, target, torch.cat(residual), limits, asked)
         if not isinstance(drafted, torch.Tensor):
             return drafts_of(drafted, requests, rows)
         own = [drafted[row : row + 1, : each.num_drafts] for row, each in zip(rows, requests)]
@@ -147,14 +139,14 @@ class MedusaDrafter(SavedDrafter):
     def fixed_contexts(
         self,
         target: Target,
-        contexts: Sequence[LastState],
+        contexts: Sequence[DraftContext],
         room: int,
         most_new: int,
         most_drafts: int,
         compiled: CompiledForwards,
-    ) -> Sequence[LastState]:
+    ) -> Sequence[DraftContext]:
         for context in contexts:
-            context.compiled, context.batch = compiled, contexts
+            context.compiled = CompiledRounds(compiled, contexts, [], (), 0)
         return contexts
 
 

@@ -43,7 +43,7 @@ class KeysBefore:
 
     Args:
         keys: Of the tokens that are new to the context, `[batch, 1, new, config.head_dim]`.
-        context: For the keys that the context has already, see [`ContextCache.layer`].
+        context: For the keys that the context has already, see [`ContextColumns.layer`].
     """
 
     def __init__(self, keys: torch.Tensor | None, context: ContextLayer | None) -> None:

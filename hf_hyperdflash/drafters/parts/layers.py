@@ -1,8 +1,8 @@
-"""The parts of a drafter's blocks: their input, attention over an injected context, and that context's cache."""
+"""The parts of a drafter's blocks: their input, and attention over an injected context."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -19,12 +19,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from ...targets.attention_masks import AttentionMask
-from .block_attention import AttentionSpan
 from .reducers import HCGateReducer, RMSNorm
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
-ContextLayer = Callable[[torch.Tensor, torch.Tensor], KeysValues]  # as [`ContextCache.layer`] makes it
+ContextLayer = Callable[[torch.Tensor, torch.Tensor], KeysValues]  # adds a pass's keys and values to those before
 
 
 class DrafterRMSNorm(Qwen3RMSNorm):
@@ -237,81 +236,3 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
         hidden = hidden + (self.attention_conv(normed, attend) if self.has_convolutions else attend(normed))
         normed = self.post_attention_layernorm(hidden)
         return hidden + (self.mlp_conv(normed, self.mlp) if self.has_convolutions else self.mlp(normed))
-
-
-class ContextCache:
-    """Keys and values of the accepted tokens, computed once per token and layer.
-
-    A block's own keys and values are written after them, read once, and overwritten by the next. The buffer grows by
-    doubling: neither a new token nor a block copies the context.
-
-    Args:
-        spans: What each layer's slots see.
-
-    Attributes:
-        window: How many of the last tokens any layer sees; `None` for all.
-        end: The number of tokens of the sequence that were added.
-        pending: Residual and positions of the last of them, which the next block adds.
-    """
-
-    def __init__(self, spans: Sequence[AttentionSpan]) -> None:
-        self._spans, self._windows = spans, [span.context_window for span in spans]
-        self.window = None if None in self._windows else max(window for window in self._windows if window is not None)
-        self.end = 0
-        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._buffer: torch.Tensor | None = None  # [layers, 2, batch, kv_heads, capacity, head_dim]
-        self._layer_views: list[KeysValues] = []  # views of it
-        self._start = self._stop = 0  # the filled part of it
-
-    def make_room(self, count: int, like: torch.Tensor, config: PreTrainedConfig) -> None:
-        """Make room for `count` more tokens; `like` `[batch, ...]` gives dtype and device."""
-        old, kept = self._buffer, self._stop - self._start
-        if old is None or self._stop + count > old.shape[4]:
-            shape = config.num_hidden_layers, 2, like.shape[0], config.num_key_value_heads
-            self._buffer = like.new_empty(*shape, 2 * (kept + count) + 64, config.head_dim)
-            if old is not None:
-                self._buffer[..., :kept, :] = old[..., self._start : self._stop, :]
-            self._layer_views = [(keys, values) for keys, values in self._buffer]
-            self._start, self._stop = 0, kept
-
-    def layer(self, index: int, new: int) -> ContextLayer:
-        """Return a function for one layer's attention. It takes keys and values `[batch, kv_heads, new + queries,
-        head_dim]`, of `new` tokens for the context and of the queries, and returns all that the queries see."""
-
-        def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-            stop, start = self._stop + keys.shape[2], self._first_visible(self._stop + new, self._windows[index])
-            own_keys, own_values = self._layer_views[index]
-            own_keys[:, :, self._stop : stop] = keys
-            own_values[:, :, self._stop : stop] = values
-            return own_keys[:, :, start:stop], own_values[:, :, start:stop]
-
-        return update
-
-    def visible(self, index: int, new: int) -> int:
-        """Return how many tokens of the context a layer sees, `new` ones among them."""
-        stop = self._stop + new
-        return stop - self._first_visible(stop, self._windows[index])
-
-    def mask(self, index: int, new: int, queries: int, device: torch.device) -> torch.Tensor | None:
-        """Return what a layer's queries see of the context, `new` tokens with it, and of each other, as
-        [`AttentionSpan.mask`] does."""
-        return self._spans[index].mask(queries, self.visible(index, new), device)
-
-    def advance(self, new: int) -> None:
-        """Keep the first `new` of the tokens that were written."""
-        self._stop += new
-        self._start = self._first_visible(self._stop, self.window)
-
-    def _first_visible(self, stop: int, window: int | None) -> int:
-        return self._start if window is None else max(self._start, stop - window)
-
-    @property
-    def layers(self) -> list[KeysValues]:
-        """Visible keys and values of every layer, views of `[batch, kv_heads, visible, head_dim]`."""
-        buffer = () if self._buffer is None else self._buffer[..., self._start : self._stop, :]
-        return [(keys, values) for keys, values in buffer]
-
-    def __len__(self) -> int:
-        """Return the number of tokens that the next block sees."""
-        count = self._stop - self._start + (0 if self.pending is None else self.pending[1].shape[1])
-        return count if self.window is None else min(count, self.window)

@@ -21,11 +21,16 @@ from ...targets.attention_masks import attention_mask_for
 from ...targets.compiled import CompiledForwards
 from ...targets.registry import target_of
 from ...targets.target import Target
-from ...trees.growth import AskedDrafts, GrownChains, GrownNodes
-from ...trees.padding import Padding
 from ...trees.tree import DraftTree
-from ..parts.entry_context import EntryBatch, EntryContext
-from ..parts.fixed_context import FixedBuffers, FixedEntries
+from ..configuration import SPECIAL_TOKENS
+from ..parts.context import (
+    ContextColumns,
+    DraftContext,
+    anchors_of,
+    compile_contexts,
+    padded_pending,
+    rows_of,
+)
 from ..parts.heads import HeadOutput
 from ..parts.layers import (
     ContextLayer,
@@ -39,7 +44,7 @@ from ..parts.reducers import REDUCERS
 from ..reading import ReadingDrafter
 from ..sampling import DraftRequest, asked_of_a_graph, drafts_of, share_passes
 from .configuration import UnrolledConfig
-from .unrolling import CompiledUnrolling, Unrolling, draft_best, width_of_pass
+from .unrolling import Unrolling, draft_best, run_entries, width_of_pass
 
 _ENTRIES_AT_ONCE = 256  # of a prompt: their mask is as large as the square of their slots
 _FRESH_STATES = 8  # random ones, for which a new drafter's logits are to be flat
@@ -250,15 +255,15 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
     def layers_read(self, target: Target) -> list[int]:
         return usual_layers(target.config.num_hidden_layers) if self.config.usual_layers else self.target_layer_ids
 
-    def new_context(self) -> EntryContext:
+    def new_context(self) -> DraftContext:
         """Return an empty context for one sequence."""
-        return EntryContext()
+        return DraftContext()
 
     @torch.no_grad()
     def extend(
         self,
         target: Target,
-        context: EntryContext,
+        context: DraftContext,
         residual: torch.Tensor,
         position_ids: torch.Tensor,
         next_ids: torch.Tensor,
@@ -272,26 +277,20 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
         if residual.shape[1] > self.max_draft_tokens + 1:
             self.flush_pending(target, [context])
 
-    def flush_pending(self, target: Target, contexts: Sequence[EntryContext]) -> None:
+    def flush_pending(self, target: Target, contexts: Sequence[DraftContext]) -> None:
         """Make the entries of all pending tokens in one pass."""
-        pending = [context.pending for context in contexts if context.pending is not None]
+        pending = padded_pending(contexts, self.device)
         if not pending:
             return
-        size, padding = self.config.block_size, Padding([context.new_count for context in contexts], self.device)
-        residual, position_ids, next_ids = (
-            padding.add(torch.cat(parts, dim=1)[0].to(self.device)) for parts in zip(*pending)
-        )
-        condition, positions = self.condition(residual), position_ids + 1
-        batch, slots = EntryBatch(contexts), Padding([size * count for count in padding.counts], self.device)
-        batch.make_room(batch.longest + slots.width, condition, self.config)
-        states = self.run(
-            condition, self.embed(target, next_ids), positions, batch.at_ends(slots), batch.causal_mask(slots), True
-        )
-        for row, context in enumerate(contexts):
+        columns = ContextColumns.of(self, contexts, size=self.config.block_size)
+        self._keep_entries(contexts, run_entries(self, target, columns, pending), range(len(contexts)))
+
+    def _keep_entries(self, contexts: Sequence[DraftContext], states: torch.Tensor, rows: Sequence[int]) -> None:
+        """Let contexts keep the entries of what is pending; the states of the last ones are in `rows` of `states`."""
+        for row, context in zip(rows, contexts):
             if context.pending is not None:
-                context.length += slots.counts[row]
-                context.states, context.position = states[row, -1:], positions[row : row + 1, -1:]
-                context.pending = None
+                context.length += self.config.block_size * context.new_count
+                context.states, context.pending = states[row : row + 1], None
 
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -299,51 +298,70 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
         if not share_passes(requests):
             return [self.draft(target, [each])[0] for each in requests]
         trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
-        rows = [row for row, each in enumerate(requests) if each.num_drafts and not each.context.is_empty]
+        rows = [
+            row
+            for row, each in enumerate(requests)
+            if each.num_drafts and (each.context.states is not None or each.context.new_count)
+        ]
         if rows:
-            asked = [requests[row] for row in rows]
-            for row, tree in zip(rows, self._draft_some(target, asked)):
+            for row, tree in zip(rows, self._draft_some(target, [requests[row] for row in rows])):
                 trees[row] = tree
         return trees
 
     def _draft_some(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        contexts, budget = [each.context for each in requests], requests[0].sampler.tree_budget
-        if all(isinstance(context, FixedEntries) and context.runs_compiled for context in contexts):
-            asked = asked_of_a_graph(requests, self.device, self._is_launch_bound)
-            if asked is not None and (budget is None or (self.tree_width and self._is_launch_bound)):
-                return self._draft_in_graph(target, requests, asked)
-            if self._is_launch_bound:
-                self._run_graph(target, requests, None)  # the entries alone
-                most = 1 if budget is None else self.most_blocks(budget, requests[0].sampler.do_sample)
-                return self._draft(target, CompiledUnrolling(self, target, contexts, most), requests)
+        contexts, sampler, size = [each.context for each in requests], requests[0].sampler, self.config.block_size
+        positions, rows = anchors_of(requests, self.device)[1][:, 0], [context.row for context in contexts]
+        compiled, budget = contexts[0].compiled, sampler.tree_budget
+        most_blocks = 1 if budget is None else self.most_blocks(budget, sampler.do_sample)
+        if compiled is not None and all(compiled.fits(context) for context in contexts):
+            plan = asked_of_a_graph(requests, self.device, self._is_launch_bound)
+            if budget is not None and not (self.tree_width and self._is_launch_bound):
+                plan = None
+            if plan is not None or self._is_launch_bound:
+                drafted, states = compiled.run(draft_best, self, target, *compiled.inputs(requests, size), plan)
+                # Of their own, as a graph's outputs last until it runs again.
+                self._keep_entries(contexts, states.clone(), rows)
+                if plan is not None:
+                    trees = drafts_of(drafted, requests, rows)
+                    return [replace(tree, passes=tuple(1 + (k - 1) // size for k in tree.depths)) for tree in trees]
+                lengths = torch.tensor([[context.length] for context in compiled.contexts], device=self.device)
+                states = torch.cat([context.states for context in contexts])
+                known = compiled.buffer, states, positions, lengths, compiled.view
+                width, run = width_of_pass(most_blocks), compiled.run
+                return self._draft(target, Unrolling(self, target, *known, True, rows, width, run), requests)
         self.flush_pending(target, contexts)
-        return self._draft(target, Unrolling(self, target, contexts), requests)
+        keys_values = rows_of(self, contexts, self.config.max_blocks * most_blocks * size)
+        states, counts = torch.cat([context.states for context in contexts]), [context.length for context in contexts]
+        lengths = counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=self.device)[:, None]
+        return self._draft(
+            target, Unrolling(self, target, keys_values, states, positions, lengths, max(counts)), requests
+        )
 
     # Compiled
 
     def fixed_contexts(
         self,
         target: Target,
-        contexts: Sequence[EntryContext],
+        contexts: Sequence[DraftContext],
         room: int,
         most_new: int,
         most_drafts: int,
         compiled: CompiledForwards,
-    ) -> list[FixedEntries]:
-        config, texts = self.config, len(contexts)
+    ) -> Sequence[DraftContext]:
+        config = self.config
         if self.device.type == "meta":
             return []
         # Behind a text there are a round's entries, some of which only fill up, and its later blocks, pass by pass.
         most_blocks = width_of_pass(max(self.most_blocks(most_drafts, draws) for draws in (False, True)))
         spare = (most_new + config.max_blocks * most_blocks) * config.block_size
-        shape = texts, config.num_key_value_heads, room * config.block_size + spare, config.head_dim
-        residual = texts, most_new, len(self.layers_read(target)) * target.streams, config.target_hidden_size
+        width = len(self.layers_read(target)) * target.streams
         pending = (
-            torch.zeros(residual, dtype=target.dtype, device=self.device),
-            torch.zeros(residual[:2], dtype=torch.long, device=self.device),
+            torch.zeros(len(contexts), most_new, width, config.target_hidden_size, dtype=target.dtype),
+            *torch.zeros(2, len(contexts), most_new, dtype=torch.long),
         )
-        shared = FixedBuffers(config.num_hidden_layers, shape, spare, self.norm.weight, pending, compiled)
-        return [FixedEntries(context, shared) for context in contexts]
+        pending = tuple(part.to(self.device) for part in pending)
+        compile_contexts(self, contexts, room * config.block_size, spare, pending, compiled)
+        return contexts
 
     def most_blocks(self, budget: int, do_sample: bool) -> int:
         """Return how many blocks of a text a pass has at most.
@@ -358,30 +376,6 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
     def tree_width(self) -> int | None:
         """How many nodes of a level go on in a draft tree; `None` where it does not grow level by level."""
         return None
-
-    def _draft_in_graph(self, target: Target, requests: Sequence[DraftRequest], asked: AskedDrafts) -> list[DraftTree]:
-        """Draft for texts of a batch in one graph, which makes the entries of their pending tokens, too."""
-        size = self.config.block_size
-        drafted = cast("GrownChains | GrownNodes", self._run_graph(target, requests, asked))
-        trees = drafts_of(drafted, requests, [each.context.row for each in requests])
-        return [replace(tree, passes=tuple(1 + (depth - 1) // size for depth in tree.depths)) for tree in trees]
-
-    def _run_graph(
-        self, target: Target, requests: Sequence[DraftRequest], asked: AskedDrafts | None
-    ) -> GrownChains | GrownNodes | None:
-        """Make the entries of pending tokens and draft from them, as [`draft_best`] does. Texts that have ended or ask
-        for nothing are run along."""
-        shared = requests[0].context.shared
-        position_ids = shared.last_of(requests, "position_ids")
-        inputs = position_ids, *shared.inputs(requests), shared.view, shared.most_new - 1, asked
-        drafted, states = shared.compiled(draft_best, self, target, shared.all, *inputs)
-        states = states.clone()  # of their own, as a graph's outputs last until it runs again
-        for each in requests:
-            context, row = each.context, each.context.row
-            context.length += self.config.block_size * context.new_count
-            context.states, context.position = states[row : row + 1], position_ids[row : row + 1]
-            context.pending = None
-        return drafted
 
     def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         raise NotImplementedError(f"A {type(self).__name__} has no `_draft`.")

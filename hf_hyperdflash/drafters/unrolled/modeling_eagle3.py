@@ -16,7 +16,7 @@ from torch import nn
 
 from ...targets.attention_masks import AttentionMask
 from ...targets.target import Target
-from ...trees.growth import DraftStep, level_sizes
+from ...trees.growth import level_sizes
 from ...trees.tree import DraftTree
 from ..parts.layers import ContextLayer, DrafterRMSNorm, HyperDFlashAttention, HyperDFlashLayer, Rotary
 from ..sampling import DraftRequest, drafts_in_step
@@ -110,20 +110,6 @@ class Eagle3Drafter(Eagle3Network, UnrolledDrafter):
         return max(max(sizes, default=1) for sizes in of_all)
 
     def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        vocabulary = self.draft_vocabulary(target)
-        first, are_chains = 0, requests[0].sampler.tree_budget is None  # number of the block of the first path
-
-        def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
-            nonlocal first
-            states = unrolling.states
-            if k and are_chains:
-                states = unrolling.extend_chain(tokens.to(self.device))
-            elif k:
-                blocks = first + rows.to(self.device)
-                first = len(unrolling.states)
-                states = unrolling.branch(blocks, torch.zeros_like(blocks), tokens.to(self.device))
-            logits = self.drafted_logits(target, self.norm(states[:, 0]))
-            return DraftStep(logits, vocabulary=vocabulary)
-
-        trees = drafts_in_step(requests, steps, self.config.tree_width)
+        step = unrolling.chain_step if requests[0].sampler.tree_budget is None else unrolling.tree_step
+        trees = drafts_in_step(requests, step, self.config.tree_width)
         return [replace(tree, passes=tree.depths) for tree in trees]

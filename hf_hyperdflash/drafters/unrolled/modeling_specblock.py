@@ -109,7 +109,8 @@ class SpecBlockDrafter(SpecBlockNetwork, UnrolledDrafter):
         def blocks(earlier: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
             states = unrolling.states
             if len(earlier):
-                states = unrolling.branch(*(each.to(self.device) for each in (earlier, slots, tokens)))
+                earlier, slots, tokens = (each.to(self.device) for each in (earlier, slots, tokens))
+                states = unrolling.branch(earlier, slots, tokens)
             normed = self.norm(states)
             drafted = self.drafted_logits(target, normed)
             ranks = None

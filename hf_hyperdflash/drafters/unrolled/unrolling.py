@@ -1,157 +1,204 @@
 """The blocks of one round, of several texts: their last entries, and the blocks that continue these. Eagerly, from
-compiled passes, and as one graph, which makes the entries of pending tokens and chooses the most probable drafts."""
+compiled passes, or inside a graph that also makes the entries of pending tokens and chooses the drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...targets.compiled import view_for
 from ...targets.target import Target
 from ...trees.growth import AskedDrafts, DraftStep, GrownChains, GrownNodes, best_chances, grow_in_graph
 from ...trees.padding import Padding
-from ..parts.entry_context import EntryBatch, EntryContext
-from ..parts.fixed_context import FixedEntries, layers_from
+from ..parts.context import ContextColumns
 from ..parts.layers import KeysValues
 
 
 class Unrolling:
-    """The blocks of one round of several sequences: the last entry of each, and those that continue it.
+    """The blocks of one round of several texts: the last entry of each, and those that continue it.
 
-    Blocks are numbered in the order in which they are run, and in one pass by their sequences. Their keys lie behind
-    those of the longest context, until the next entries take their place. Trees grow by [`branch`], chains by
-    [`extend_chain`].
+    Blocks are numbered in the order in which they are run, and in one pass by their texts. Their keys lie behind the
+    entries, until the next entries take their place. Trees grow by [`branch`], chains by [`extend_chain`].
 
     Args:
         drafter: The drafter.
         target: For its embedding.
-        contexts: One for each sequence, none of them empty.
+        keys_values: Of every layer, `[texts, kv_heads, capacity, head_dim]`.
+        states: Of the last entries of the texts that are drafted for, `[drafted, config.block_size,
+            config.hidden_size]`.
+        position_ids: Of these texts' anchors, `[drafted]`.
+        lengths: How many keys there are of each text, `[texts, 1]`, or of all.
+        view: How many columns there are to look at: before the first pass, or with `is_fixed` in all of them.
+        is_fixed: Whether it is a graph's round, or of compiled passes.
+        rows: Which of the texts are drafted for; `None` for all.
+        width: How many blocks of a text a pass has, some of which only fill up; `None` for no more than are needed.
+        run: Runs a function compiled; `None` for eager passes, and inside a graph.
 
     Attributes:
         states: Of all blocks, `[blocks, config.block_size, config.hidden_size]`; in chains, of the last ones.
     """
 
-    def __init__(self, drafter: Any, target: Target, contexts: Sequence[EntryContext]) -> None:
-        self.drafter, self.target, self.batch = drafter, target, EntryBatch(contexts)
-        self.size, self._column = drafter.config.block_size, self.batch.longest  # where the next keys are written
-        self.states = torch.cat([cast(torch.Tensor, context.states) for context in contexts])
-        self._positions = torch.cat([cast(torch.Tensor, context.position)[0] for context in contexts])
-        self._sequences = list(range(len(contexts)))  # of each block
-        # Of each block the column of its first key, and which of the earlier columns it sees.
-        self._columns = torch.tensor(self.batch.lengths, device=drafter.device) - self.size
-        self._sees = torch.arange(self._column, device=drafter.device) < self._columns[:, None]
+    def __init__(
+        self,
+        drafter: Any,
+        target: Target,
+        keys_values: Sequence[KeysValues],
+        states: torch.Tensor,
+        position_ids: torch.Tensor,
+        lengths: torch.Tensor | int,
+        view: int,
+        is_fixed: bool = False,
+        rows: Sequence[int] | None = None,
+        width: int | None = None,
+        run: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        self.drafter, self.target, self.keys_values, self.size = (
+            drafter,
+            target,
+            keys_values,
+            drafter.config.block_size,
+        )
+        self.states, self._positions, self._lengths = states, position_ids, lengths
+        self._view, self._is_fixed, self._width, self._run_compiled = view, is_fixed, width, run
+        self._texts = len(keys_values[0][0])
+        self._rows = list(range(self._texts) if rows is None else rows)  # of each block its text
+        self._made = self._first = 0  # columns of each text behind its entries; the first block of the last pass
+        # Of each block the column of its first key, counted from its text's last entry on, and which it sees of these.
+        self._columns = torch.zeros(len(states), dtype=torch.long, device=states.device)
+        self._sees = torch.zeros(len(states), self.size, dtype=torch.bool, device=states.device)
 
-    def branch(self, blocks: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Run blocks that continue earlier ones, those of a sequence together, sequences in their order.
+    def branch(
+        self, blocks: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Run blocks that continue earlier ones, those of a text together, texts in their order.
 
         Args:
             blocks: Numbers of the earlier blocks, `[new]`.
             slots: The slot of each from which the new block continues, `[new]`.
             tokens: The token that was chosen there, `[new]`.
+            rows: The text of each, where that is known: inside a graph nothing can be looked up.
 
         Returns:
             Their states, `[new, config.block_size, config.hidden_size]`. They have the next numbers.
         """
-        size, device = self.size, self.drafter.device
-        sequences = [self._sequences[block] for block in blocks.tolist()]
-        padding = Padding([sequences.count(row) for row in range(len(self.batch.contexts))], device)
-        new_columns = self._column + size * torch.tensor(padding.columns, device=device)
-        columns = torch.arange(self._column + size * padding.width, device=device)
-        first = self._columns[blocks, None]
+        size, device = self.size, self.states.device
+        rows = [self._rows[block] for block in blocks.tolist()] if rows is None else rows
+        padding = self._padding(rows)
+        before, made = self.size + self._made, self.size + self._made + size * padding.width
+        columns, first = torch.arange(made, device=device), self._columns[blocks, None]
+        own_first = before + size * padding.columns
         sees = nn.functional.pad(self._sees[blocks], (0, size * padding.width))
         sees |= (columns >= first) & (columns <= first + slots[:, None])
-        of_slots = new_columns[:, None, None] + torch.arange(size, device=device)[:, None]
-        own = (columns >= new_columns[:, None, None]) & (columns <= of_slots)
-        mask = padding.add(sees[:, None] | own, True).flatten(1, 2)[:, None]  # what fills up is finite if it sees
+        of_slots = own_first[:, None, None] + torch.arange(size, device=device)[:, None]
+        own = (columns >= own_first[:, None, None]) & (columns <= of_slots)
+        mask = padding.add(sees[:, None] | own, True).flatten(1, 2)  # what fills up is finite if it sees
+        if isinstance(self._lengths, int):
+            mask = nn.functional.pad(mask, (self._lengths - size, 0), value=True)
+        else:
+            view = self._view if self._is_fixed else self._view + made - size
+            ahead = torch.arange(view, device=device) - (self._lengths - size)  # [texts, view]
+            places = ahead.clamp(0, made - 1)[:, None].expand(-1, mask.shape[1], -1)
+            mask = mask.gather(2, places) & (ahead < made)[:, None] | (ahead < 0)[:, None]
         positions = self._positions[blocks] + (slots + 1 if self.drafter.moves_positions else 0)
         carried = self.drafter.next_condition(self.states[blocks, slots])
-        states = padding.remove(self._run(padding.add(carried), padding.add(positions), padding.add(tokens), mask))
+        states = self._run(carried, tokens, positions, padding, mask[:, None])
         self.states = torch.cat([self.states, states])
         self._positions = torch.cat([self._positions, positions])
-        self._columns = torch.cat([self._columns, new_columns])
+        self._columns = torch.cat([self._columns, own_first])
         self._sees = torch.cat([nn.functional.pad(self._sees, (0, size * padding.width)), sees])
-        self._sequences += sequences
+        self._rows += rows
         return states
 
     def extend_chain(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the block of each sequence that continues the last slot of its last block. It sees everything before it,
-        so no mask among blocks is needed.
+        """Run the block of each text that continues the last slot of its last block. It sees everything before it, so
+        no mask among blocks is needed.
 
         Args:
-            tokens: The token that was chosen at that slot, `[batch]`.
+            tokens: The token that was chosen at that slot, `[drafted]`.
 
         Returns:
-            Its states, `[batch, config.block_size, config.hidden_size]`; those of the block before are forgotten.
+            Its states, `[drafted, config.block_size, config.hidden_size]`; those of the block before are forgotten.
         """
-        device, mask = self.drafter.device, None
-        if self.size > 1 or not self.batch.is_even:
-            columns = torch.arange(self._column + self.size, device=device)
-            of_slots = torch.arange(self._column, self._column + self.size, device=device)[:, None]
-            lengths = torch.tensor(self.batch.lengths, device=device)[:, None, None]
-            is_there = (columns < lengths) | (columns >= self.batch.longest)
-            mask = (is_there & (columns <= of_slots))[:, None]
         if self.drafter.moves_positions:
             self._positions = self._positions + self.size
-        carried = self.drafter.next_condition(self.states[:, -1:])
-        self.states = self._run(carried, self._positions[:, None], tokens[:, None], mask)[:, 0]
+        carried = self.drafter.next_condition(self.states[:, -1])
+        self.states = self._run(carried, tokens, self._positions, self._padding(self._rows), None)
         return self.states
 
+    def tree_step(self, k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+        """Continue paths of blocks of one slot; see [`~trees.growth.Steps`]."""
+        states = self.states
+        if k:
+            blocks, self._first = self._first + rows.to(states.device), len(states)
+            paths = len(blocks) // self._texts  # of each text, inside a graph
+            texts = (
+                [text for text in range(self._texts) for _ in range(paths)]
+                if self._is_fixed and self._run_compiled is None
+                else None
+            )
+            states = self.branch(blocks, torch.zeros_like(blocks), tokens.to(states.device), texts)
+        return self.step_of(states)
+
+    def chain_step(self, k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+        """Do the same with one path of each text."""
+        return self.step_of(self.extend_chain(tokens.to(self.states.device)) if k else self.states)
+
+    def step_of(self, states: torch.Tensor) -> DraftStep:
+        """Return what is drafted after the only slot of each block."""
+        logits = self.drafter.drafted_logits(self.target, self.drafter.norm(states[:, 0]))
+        return DraftStep(logits, vocabulary=self.drafter.draft_vocabulary(self.target))
+
+    def _padding(self, rows: Sequence[int]) -> Padding:
+        return Padding([rows.count(text) for text in range(self._texts)], self.states.device, self._width)
+
     def _run(
-        self, carried: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None
+        self,
+        carried: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        padding: Padding,
+        mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        drafter, new = self.drafter, self.size * tokens.shape[1]
-        self.batch.make_room(self._column + new, carried, drafter.config)
-        layers = self.batch.at(self._column, new)
-        self._column += new
-        return drafter.run(carried, drafter.embed(self.target, tokens), positions, layers, mask)
+        new = self.size * padding.width
+        first, self._made = self._lengths + self._made, self._made + new
+        view = self._view if self._is_fixed else self._view + self._made
+        blocks = padding.add(carried), padding.add(tokens), padding.add(positions)
+        inputs = self.drafter, self.target, self.keys_values, *blocks, first, view, mask
+        run = self._run_compiled
+        return padding.remove(run_blocks(*inputs) if run is None else run(run_blocks, *inputs))
 
 
-class CompiledUnrolling(Unrolling):
-    """The same with compiled passes. They are of all texts of the batch, and all as wide: how many blocks a pass needs
-    depends on the text, and each width is a graph of its own.
+def run_blocks(
+    drafter: Any,
+    target: Target,
+    keys_values: Sequence[KeysValues],
+    condition: torch.Tensor,
+    ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    first: torch.Tensor | int,
+    view: int,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run blocks whose keys lie in the columns from `first` on, `[texts, 1]` or of all texts the same. Without a mask
+    each slot sees all that is before it. See [`~drafters.unrolled.drafter.UnrolledDrafter.run`]."""
+    known = (first, 0) if isinstance(first, int) else first
+    columns = ContextColumns(keys_values, known, 0, drafter.config.block_size * ids.shape[1], view)
+    mask = columns.causal_mask(condition.device) if mask is None else mask
+    layers = [columns.layer(index) for index in range(len(keys_values))]
+    return drafter.run(condition, drafter.embed(target, ids), position_ids, layers, mask)
 
-    Args:
-        drafter: The drafter.
-        target: For its embedding.
-        contexts: One for each sequence, none of them empty.
-        most_blocks: Of a sequence in a pass.
-    """
 
-    def __init__(self, drafter: Any, target: Target, contexts: Sequence[FixedEntries], most_blocks: int) -> None:
-        super().__init__(drafter, target, contexts)
-        self._width = width_of_pass(most_blocks)
-
-    def _run(
-        self, carried: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        contexts = cast("Sequence[FixedEntries]", self.batch.contexts)
-        shared, blocks, device = contexts[0].shared, tokens.shape[1], tokens.device
-        # A text that is not asked keeps its keys: what fills up lies behind them.
-        starts = [[max(self._column, context.filled)] for context in shared.contexts]
-        width = self._width
-        stop = max(starts)[0] + self.size * width
-        if stop > shared.capacity or contexts[0].buffer is not shared.all:
-            return super()._run(carried, positions, tokens, mask)
-        new, view = self.size * blocks, min(view_for(stop), shared.capacity)
-        rows = torch.tensor([context.row for context in contexts], device=device)
-        # What only fills up sees everything, so that it stays finite.
-        visible = torch.ones(len(starts), 1, self.size * width, view, dtype=torch.bool, device=device)
-        known = self._column + new
-        visible[rows, :, :new, known:] = False
-        if mask is not None:
-            visible[rows, :, :new, :known] = mask
-
-        def of_all(part: torch.Tensor) -> torch.Tensor:
-            filled = part.new_zeros(len(starts), width, *part.shape[2:])
-            filled[rows, :blocks] = part
-            return filled
-
-        inputs = of_all(carried), of_all(tokens), of_all(positions), torch.tensor(starts, device=device), visible
-        self._column += new
-        return shared.compiled(run_blocks, self.drafter, self.target, shared.all, *inputs)[rows, :blocks]
+def run_entries(
+    drafter: Any, target: Target, columns: ContextColumns, pending: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Make the entries of pending tokens; return the states of each text's last one, `[texts, config.block_size,
+    config.hidden_size]`."""
+    residual, position_ids, next_ids = pending
+    layers = [columns.layer(index) for index in range(len(columns.keys_values))]
+    mask, embeds = columns.causal_mask(residual.device), drafter.embed(target, next_ids)
+    return drafter.run(drafter.condition(residual), embeds, position_ids + 1, layers, mask, last_only=True)[:, 0]
 
 
 def width_of_pass(blocks: int) -> int:
@@ -162,141 +209,42 @@ def width_of_pass(blocks: int) -> int:
     return width
 
 
-class FixedUnrolling:
-    """The blocks of one round of several texts, as in [`Unrolling`], inside a graph: numbers of keys are tensors, and
-    every pass looks at as many columns.
-
-    Args:
-        drafter: The drafter.
-        target: For its embedding and LM head.
-        buffers: Keys and values of every layer, `[texts, kv_heads, capacity, head_dim]`.
-        position_ids: Of the anchors, `[texts, 1]`.
-        residual: Of the pending tokens, the first ones of each text, `[texts, most, ...]`.
-        next_ids: The tokens that follow them, `[texts, most]`.
-        counts: How many keys there are of each text, and how many tokens are pending, `[texts, 2]`.
-        view: How many columns there are to look at.
-
-    Attributes:
-        states: Of the last blocks, `[blocks, config.block_size, config.hidden_size]`; at first of the last entries.
-    """
-
-    def __init__(
-        self,
-        drafter: Any,
-        target: Target,
-        buffers: Sequence[KeysValues],
-        position_ids: torch.Tensor,
-        residual: torch.Tensor,
-        next_ids: torch.Tensor,
-        counts: torch.Tensor,
-        view: int,
-    ) -> None:
-        self.drafter, self.target, self.buffers, self.size = drafter, target, buffers, drafter.config.block_size
-        self._positions, self._columns = position_ids, torch.arange(view, device=counts.device)
-        texts, most = next_ids.shape
-        old, new = counts.unbind(1)
-        # What only fills up lies behind the entries, where later blocks take its place before it is seen.
-        positions = position_ids - new[:, None] + 1 + torch.arange(most, device=counts.device)
-        states = self._run(drafter.condition(residual), next_ids, positions, old[:, None])
-        self.states = states[torch.arange(texts, device=counts.device), (new - 1).clamp(min=0)]
-        self._first = (old + self.size * new)[:, None]  # of each text, the column of its next key
-        self._sees = torch.ones(texts, 0, dtype=torch.bool, device=counts.device)  # of each path, which nodes
-
-    def logits(self, slots: int) -> torch.Tensor:
-        """Return logits after the last blocks' first slots, `[blocks, slots, drafted tokens]`."""
-        return self.drafter.drafted_logits(self.target, self.drafter.norm(self.states[:, :slots]))
-
-    def extend_chains(self, tokens: torch.Tensor) -> None:
-        """Run the block of each text that continues the last slot of its last one, from `tokens` `[texts]`."""
-        if self.drafter.moves_positions:
-            self._positions = self._positions + self.size
-        carried = self.drafter.next_condition(self.states[:, -1:])
-        self.states = self._run(carried, tokens[:, None], self._positions, self._first)[:, 0]
-        self._first = self._first + self.size
-
-    def branch(self, k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
-        """Continue paths of one slot a block, as many of each text; see [`~trees.growth.Steps`]."""
-        if k:
-            texts = len(self._first)
-            paths, made = len(rows) // texts, self._sees.shape[1]
-            own = torch.eye(paths, dtype=torch.bool, device=rows.device).repeat(texts, 1)
-            self._sees = torch.cat([self._sees[rows], own], dim=1)
-            ahead = self._columns - self._first  # [texts, view]
-            nodes = ahead.clamp(0, made + paths - 1)[:, None].expand(-1, paths, -1)
-            of_path = self._sees.unflatten(0, (texts, paths)).gather(2, nodes) & (ahead < made + paths)[:, None]
-            carried = self.drafter.next_condition(self.states[rows, 0]).unflatten(0, (texts, paths))
-            positions = (self._positions + k * self.drafter.moves_positions).expand(-1, paths)
-            ids, mask = tokens.unflatten(0, (texts, paths)), of_path | (ahead < 0)[:, None]
-            self.states = self._run(carried, ids, positions, self._first + made, mask).flatten(0, 1)
-        return DraftStep(self.logits(1)[:, 0], vocabulary=self.drafter.draft_vocabulary(self.target))
-
-    def _run(
-        self,
-        condition: torch.Tensor,
-        ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        first: torch.Tensor,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Run blocks; without a mask each slot sees all that is before it."""
-        if mask is None:
-            own = first + torch.arange(self.size * ids.shape[1], device=first.device)
-            mask = self._columns <= own[..., None]
-        return run_blocks(self.drafter, self.target, self.buffers, condition, ids, position_ids, first, mask[:, None])
-
-
-def run_blocks(
-    drafter: Any,
-    target: Target,
-    buffers: Sequence[KeysValues],
-    condition: torch.Tensor,
-    ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    first: torch.Tensor,
-    mask: torch.Tensor,
-) -> torch.Tensor:
-    """Run blocks whose keys lie in the columns from `first` on, `[texts, 1]`; the mask says how many columns there are
-    to look at. See [`~drafters.unrolled.drafter.UnrolledDrafter.run`]."""
-    layers = layers_from(buffers, first, mask.shape[-1])
-    return drafter.run(condition, drafter.embed(target, ids), position_ids, layers, mask)
-
-
 def draft_best(
     drafter: Any,
     target: Target,
-    buffers: Sequence[KeysValues],
+    keys_values: Sequence[KeysValues],
+    ids: torch.Tensor,
     position_ids: torch.Tensor,
-    residual: torch.Tensor,
-    next_ids: torch.Tensor,
+    pending: tuple[torch.Tensor, ...],
     counts: torch.Tensor,
     view: int,
-    depth: int,
-    asked: AskedDrafts | None,
+    plan: AskedDrafts | None,
 ) -> tuple[GrownChains | GrownNodes | None, torch.Tensor]:
-    """Draft the most probable chain of each text, or the tree of its most probable nodes.
+    """Make entries and draft the most probable chain of each text, or the tree of its most probable nodes, inside a
+    graph.
 
     Args:
-        counts: As for [`FixedUnrolling`], and how many drafts each text asks for, one after the other, `[texts, 3]`.
-        depth: The most of any text, as many as chains have.
-        asked: Which of them; `None` for the entries alone.
+        keys_values, ids, position_ids, pending, counts, view: See [`~drafters.parts.context.CompiledRounds.inputs`].
+        plan: Which drafts; `None` for the entries alone.
 
     Returns:
         The drafts, and the last entries' states.
     """
-    unrolling = FixedUnrolling(drafter, target, buffers, position_ids, residual, next_ids, counts[:, :2], view)
-    entries, size = unrolling.states, unrolling.size
-    if asked is None:
+    size, most_new = drafter.config.block_size, pending[1].shape[1]
+    columns, depth = ContextColumns(keys_values, counts, size * most_new, 0, view), most_new - 1
+    entries = run_entries(drafter, target, columns, pending)
+    if plan is None:
         return None, entries
-    if asked.tree_budget is not None:
-        width = drafter.tree_width
-        return grow_in_graph(asked, next_ids[:, 0], counts[:, 2], depth, unrolling.branch, width), entries
+    unrolling = Unrolling(drafter, target, keys_values, entries, position_ids[:, 0], columns.stop, view, is_fixed=True)
+    if plan.tree_budget is not None:
+        grown = grow_in_graph(plan, ids[:, 0], counts[:, 2], depth, unrolling.tree_step, drafter.tree_width)
+        return grown, entries
     blocks: list[torch.Tensor] = []
     signals: list[torch.Tensor] = []
     for start in range(0, depth, size):
-        if start:
-            unrolling.extend_chains(blocks[-1][:, -1])
-        logits = unrolling.logits(min(size, depth - start))
+        states = unrolling.extend_chain(blocks[-1][:, -1]) if start else entries
+        logits = drafter.drafted_logits(target, drafter.norm(states[:, : min(size, depth - start)]))
         best = logits.argmax(-1)
         blocks.append(drafter.draft_ids[best] if drafter.config.draft_vocab_size else best)
-        signals += [best_chances(logits)] if asked.has_signals else []
+        signals += [best_chances(logits)] if plan.has_signals else []
     return GrownChains(torch.cat(blocks, dim=1), None, torch.cat(signals, dim=1) if signals else None), entries

@@ -1,0 +1,270 @@
+"""What a drafter keeps of texts: keys and values of their accepted tokens, in buffers that are indexed by column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from ...targets.caches.slots import write_columns
+from ...targets.compiled import CompiledForwards, keep_addresses, view_for
+from ..sampling import DraftRequest
+from .block_attention import AttentionSpan
+from .layers import ContextLayer, KeysValues
+
+_ALL = AttentionSpan()
+
+
+class DraftContext:
+    """What is kept of one text. Its keys and values are a row of a buffer, which texts that draft together share.
+
+    A round writes behind a text's keys, and the next one overwrites what was not accepted.
+
+    Args:
+        window: How many of the last tokens any layer sees; `None` for all.
+
+    Attributes:
+        end: The number of tokens of the text that were added.
+        length: The number of its keys in each layer.
+        pending: Of accepted tokens whose keys the next round computes, the residual, positions and, for entries, the
+            tokens that follow, `[1, new, ...]` each.
+        states: Of the last entry, from which the next round drafts, `[1, config.block_size, config.hidden_size]`;
+            `None` before the first, and where blocks do not continue each other.
+        buffer: Keys and values of every layer, `[texts, kv_heads, capacity, head_dim]` each.
+        row: Its own of them.
+        compiled: What the rounds of its batch have in common while they run compiled; else `None`.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window, self.end, self.length, self.row = window, 0, 0, 0
+        self.pending: tuple[torch.Tensor, ...] | None = None
+        self.states: torch.Tensor | None = None
+        self.buffer: list[KeysValues] = []
+        self.compiled: CompiledRounds | None = None
+
+    @property
+    def new_count(self) -> int:
+        """The number of pending tokens."""
+        return 0 if self.pending is None else self.pending[1].shape[1]
+
+
+@dataclass(frozen=True)
+class CompiledRounds:
+    """What the rounds of a batch have in common that run compiled: the shapes are always the same.
+
+    Attributes:
+        run: Runs functions compiled.
+        contexts: Of all texts. Those that have ended are run along.
+        buffer: Theirs, which never grows.
+        pending: What a pass reads of pending tokens, as in [`DraftContext`] `[texts, most_new, ...]`.
+        spare: How many columns a round needs behind a text.
+    """
+
+    run: CompiledForwards
+    contexts: Sequence[DraftContext]
+    buffer: list[KeysValues]
+    pending: tuple[torch.Tensor, ...]
+    spare: int
+
+    @property
+    def view(self) -> int:
+        """How many columns the next pass is to look at: one of a few numbers."""
+        return min(view_for(max(each.length for each in self.contexts) + self.spare), self.buffer[0][0].shape[2])
+
+    def fits(self, context: DraftContext) -> bool:
+        """Return whether a text's next round can run compiled: it has pending tokens, no more than there is room for,
+        and is still in the buffer."""
+        has_room = context.length + self.spare <= self.buffer[0][0].shape[2]
+        return context.buffer is self.buffer and has_room and 0 < context.new_count <= self.pending[1].shape[1]
+
+    def inputs(self, requests: Sequence[DraftRequest], size: int) -> tuple[Any, ...]:
+        """Return what a round reads of all texts, of which only some may be drafted for; what is pending stays so.
+
+        Args:
+            requests: Of those that are.
+            size: Keys of a token.
+
+        Returns:
+            Their buffer; ids and positions of the anchors, `[texts, 1]`; pending tokens, as in [`padded_pending`]; the
+            numbers of keys, of keys that pending tokens get, and of drafts to make, `[texts, 3]`, of which texts that
+            are not drafted for have keys alone; and [`view`].
+        """
+        device, texts = self.pending[0].device, len(self.contexts)
+        counts = [[context.length, 0, 0] for context in self.contexts]
+        for each in requests:
+            counts[each.context.row][1:] = size * each.context.new_count, each.num_drafts
+            for whole, part in zip(self.pending, each.context.pending or ()):
+                whole[each.context.row, whole.shape[1] - part.shape[1] :] = part[0]
+        ids, position_ids = anchors_of(requests, device)
+        if len(requests) < texts:
+            rows = torch.tensor([each.context.row for each in requests], device=device)
+            ids, position_ids = (part.new_zeros(texts, 1).index_copy_(0, rows, part) for part in (ids, position_ids))
+        return self.buffer, ids, position_ids, self.pending, torch.tensor(counts, device=device), self.view
+
+
+def anchors_of(requests: Sequence[DraftRequest], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and positions of the anchors, `[texts, 1]`."""
+    # Not as they are: a view of a longer text has strides of its own, for which torch would compile anew.
+    ids = torch.cat([each.ids[:, -1:] for each in requests])
+    return ids.to(device), torch.cat([each.position_ids[:, -1:] for each in requests]).to(device)
+
+
+def compile_contexts(
+    drafter: Any,
+    contexts: Sequence[DraftContext],
+    columns: int,
+    spare: int,
+    pending: tuple[torch.Tensor, ...],
+    run: CompiledForwards,
+) -> None:
+    """Let the rounds of a batch run compiled: its contexts get a buffer that never grows.
+
+    Args:
+        drafter: The drafter.
+        contexts: Of all texts.
+        columns: The most keys of a text.
+        spare: As in [`CompiledRounds`].
+        pending: As there, of zeros.
+        run: Runs functions compiled.
+    """
+    buffer = _move(drafter, contexts, columns + spare)
+    keep_addresses(*pending, *(part for layer in buffer for part in layer))
+    rounds = CompiledRounds(run, contexts, buffer, pending, spare)
+    for context in contexts:
+        context.compiled = rounds
+
+
+def rows_of(drafter: Any, contexts: Sequence[DraftContext], count: int) -> list[KeysValues]:
+    """Return keys and values of every layer, `[texts, kv_heads, capacity, head_dim]`, of texts that draft together,
+    with room for `count` columns behind each. The texts share that buffer until they draft with others, so that a
+    round copies nothing; it grows by doubling."""
+    buffer, first = contexts[0].buffer, contexts[0].row
+    are_neighbours = all(each.buffer is buffer and each.row == first + i for i, each in enumerate(contexts))
+    if not buffer or not are_neighbours or max(each.length for each in contexts) + count > buffer[0][0].shape[2]:
+        kept = max(each.length if each.window is None else min(each.length, each.window) for each in contexts)
+        buffer, first = _move(drafter, contexts, 2 * (kept + count) + 64), 0
+    rows = slice(first, first + len(contexts))
+    return [(keys[rows], values[rows]) for keys, values in buffer]
+
+
+def _move(drafter: Any, contexts: Sequence[DraftContext], columns: int) -> list[KeysValues]:
+    """Give the contexts a new buffer of so many columns, and return it."""
+    config, dtype, device = drafter.config, drafter.dtype, drafter.device
+    shape = len(contexts), config.num_key_value_heads, columns, config.head_dim
+
+    def zeros() -> torch.Tensor:  # as attention multiplies what it does not see by 0
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    buffer = [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
+    for row, context in enumerate(contexts):
+        left = 0 if context.window is None else max(0, context.length - context.window)  # columns that nobody sees
+        for parts, old in zip(buffer, context.buffer):
+            for part, states in zip(parts, old):
+                part[row, :, : context.length - left] = states[context.row, :, left : context.length]
+        context.buffer, context.row, context.length = buffer, row, context.length - left
+    return buffer
+
+
+def padded_pending(contexts: Sequence[DraftContext], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return what is pending of texts, `[texts, most, ...]` each, filled up with zeros on the left; nothing if nothing
+    is pending."""
+    given = [(row, context.pending) for row, context in enumerate(contexts) if context.pending is not None]
+    if len(contexts) == 1 or not given:
+        return tuple(part.to(device) for _, pending in given for part in pending)
+    most = max(context.new_count for context in contexts)
+    padded = tuple(part.new_zeros(len(contexts), most, *part.shape[2:], device=device) for part in given[0][1])
+    for row, pending in given:
+        for whole, part in zip(padded, pending):
+            whole[row, most - part.shape[1] :] = part[0]
+    return padded
+
+
+class ContextColumns:
+    """Where a pass writes keys and values, and what is seen: behind a text's own first the keys of its pending tokens,
+    then those of the pass's blocks. What fills up pending tokens on the left is written behind all that.
+
+    Args:
+        keys_values: Of every layer, `[texts, kv_heads, capacity, head_dim]`.
+        counts: Keys of each text, and new ones of its pending tokens, `[texts, 1 or more]`; or as numbers, if they
+            are the same of all texts. Then a pass needs neither an index nor, mostly, a mask.
+        new: The most keys of a text's pending tokens.
+        queries: The number of keys behind these.
+        view: How many columns there are to look at, from the first on.
+    """
+
+    def __init__(
+        self,
+        keys_values: Sequence[KeysValues],
+        counts: torch.Tensor | tuple[int, int],
+        new: int,
+        queries: int,
+        view: int,
+    ) -> None:
+        self.keys_values, self.view, width = keys_values, view, new + queries
+        self.stop: int | torch.Tensor  # the column behind the pending tokens
+        self.columns: slice | torch.Tensor
+        if isinstance(counts, tuple):
+            self.stop, self.columns = sum(counts), slice(counts[0], counts[0] + width)
+        else:
+            starts, places = counts[:, :1], torch.arange(width, device=counts.device)
+            self.stop = counts[:, :2].sum(1, keepdim=True) if new else starts
+            self.columns = starts + ((places - new + counts[:, 1:2]) % width if new else places)
+
+    @classmethod
+    def of(cls, drafter: Any, contexts: Sequence[DraftContext], queries: int = 0, size: int = 1) -> ContextColumns:
+        """Return those of an eager pass over the pending tokens of texts, and `queries` behind these.
+
+        Args:
+            drafter: The drafter.
+            contexts: Of the texts.
+            queries: As above.
+            size: Keys of a token.
+        """
+        new = size * max(context.new_count for context in contexts)
+        keys_values = rows_of(drafter, contexts, new + queries)
+        counts = [(context.length, size * context.new_count) for context in contexts]
+        own = counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=drafter.device)
+        return cls(keys_values, own, new, queries, max(map(sum, counts)) + queries)
+
+    def layer(self, index: int, span: AttentionSpan = _ALL) -> ContextLayer:
+        """Return a function for one layer's attention. It takes keys and values `[texts, kv_heads, new + queries,
+        head_dim]`, and returns those that can be seen."""
+
+        def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+            own, first = self.keys_values[index], self._first_seen(span)
+            for buffer, states in zip(own, (keys, values)):
+                if isinstance(self.columns, slice):
+                    buffer[:, :, self.columns] = states
+                else:
+                    write_columns(buffer, self.columns, states)
+            return own[0][:, :, first : self.view], own[1][:, :, first : self.view]
+
+        return update
+
+    def block_mask(self, span: AttentionSpan, block_size: int, device: torch.device) -> torch.Tensor | None:
+        """Return what the slots of a block of each text see, boolean `[texts or 1, 1, block_size, keys]`; `None` where
+        they see all that a layer returns."""
+        if isinstance(self.stop, int):
+            return span.mask(block_size, self.stop - self._first_seen(span), device)
+        slots = torch.arange(block_size, device=device)[:, None]
+        ahead = torch.arange(self.view, device=device) - self.stop[:, None]  # [texts, 1, view]
+        of_context = (ahead < 0) & span.sees_context(slots, -ahead)
+        of_block = span.sees_slots(block_size, device)[:, ahead[:, 0].clamp(0, block_size - 1)].transpose(0, 1)
+        return torch.where((ahead >= 0) & (ahead < block_size), of_block, of_context)[:, None]
+
+    def causal_mask(self, device: torch.device) -> torch.Tensor | None:
+        """Return the mask by which each new key's slot sees its own text up to itself, boolean `[texts or 1, 1, new +
+        queries, keys]`; `None` for one slot that sees all that a layer returns."""
+        if isinstance(self.columns, slice):
+            if self.columns.start + 1 == self.view:
+                return None
+            own = torch.arange(self.columns.start, self.columns.stop, device=device)[None]
+        else:
+            own = self.columns
+        return (torch.arange(self.view, device=device) <= own[..., None])[:, None]
+
+    def _first_seen(self, span: AttentionSpan) -> int:
+        window = span.context_window if isinstance(self.stop, int) else None
+        return 0 if window is None else max(0, cast(int, self.stop) - window)

@@ -84,6 +84,7 @@ CHEAP, FREE = {1: 1.0, 8: 1.2}, {1: 0.1, 7: 0.1}
 def test_what_makes_rounds_dear_is_named(rounds, drafting, acceptance, speedup, cause, limit):
     found = diagnosed(rounds, drafting, acceptance, speedup)
     assert list(found.problems) == ([cause] if cause else []) and found.limit == limit
+    assert found.verdict()[2].startswith(f"What limits it: {limit},")
     assert len(found.verdict()) <= 10 and not found.is_wrong
 
 

@@ -93,8 +93,8 @@ def test_a_context_is_its_accepted_tokens_whatever_blocks_come_between(steps, wi
             accepted += tokens[:new]
         visible = accepted[-longest:] if longest else accepted
         assert len(context) == len(visible)
-        assert all(keys[0, 0, :, 1].tolist() == [t + 100 * i for t in visible] for i, (keys, _) in
-                   enumerate(context.layers))  # fmt: skip
+        held = [keys[0, 0, :, 1].tolist() for keys, _ in context.layers]
+        assert held == [[token + 100 * layer for token in visible] for layer in range(2)]
 
 
 def test_a_fresh_convolution_changes_nothing(target):

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from hf_hyperdflash import PromptLookupDrafter
 from hf_hyperdflash.benchmark.doctor import round_costs
 from hf_hyperdflash.benchmark.doctor.diagnosis import Change, Diagnosis, Examination, blame_costs, tables
+from hf_hyperdflash.benchmark.doctor.page import _draw_costs
 from hf_hyperdflash.benchmark.doctor.recommended import Timed
 from hf_hyperdflash.benchmark.doctor.round_costs import WIDTHS, MeasuredCosts, measure_round_costs
 from hf_hyperdflash.benchmark.intervals import Interval
@@ -148,6 +150,9 @@ def test_tables_have_every_measurement():
         [["num_assistant_tokens='auto', tree_budget=8", "2.00", "1.90 to 2.10"]],
     ]
     assert all(len(row) == len(head) for head, rows in shown for row in rows)
+    axes = Figure().subplots()
+    _draw_costs(found, axes)
+    assert axes.lines[-1].get_xydata().tolist() == [[2, costs.break_even(1)]]
     assert tables(Diagnosis(acceptance=[0.5])) == {}
 
 

@@ -261,16 +261,15 @@ def test_a_push_without_network_is_one_line(folder, tmp_path):
 
 def test_trainer_and_adapters(hub, folder, tmp_path):
     code = """
-import os
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
 rows = Dataset.from_list([{"input_ids": list(range(2, 40)), "loss_mask": [False] * 8 + [True] * 30}] * 4)
-def trained(drafter, name, **more):
+def trained(drafter, name, is_pushed=True):
     args = HyperDFlashTrainingArguments(
         str(folder / name), max_steps=2, save_strategy="steps", save_steps=1, num_anchors=2, report_to=[],
-        use_cpu=True, hub_model_id="org/" + name, feature_source="cached", disable_tqdm=True,
-        **{"push_to_hub": True, **more},
+        use_cpu=True,
+        push_to_hub=is_pushed, hub_model_id="org/" + name, feature_source="cached", disable_tqdm=True,
     )
     trainer = HyperDFlashTrainer(drafter, target(), args, train_dataset=rows)
     trainer.train()
@@ -280,9 +279,7 @@ def trained(drafter, name, **more):
 for name in ("secrets.py", "other.safetensors", "notes.md"):
     (folder / "trained" / name).write_text("secret")
 drafter = trained(HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype=torch.float32), "trained")
-token = os.environ.pop("HF_TOKEN")
-trained(drafter, "late", push_to_hub=False, hub_token=token)  # at the end alone
-os.environ["HF_TOKEN"] = token
+trained(drafter, "late", is_pushed=False)  # but at the end
 adapted = get_peft_model(drafter, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
 trained(adapted, "adapter")
 adapted.push_to_hub("org/adapter-alone")

@@ -97,6 +97,7 @@ def test_what_is_wrong_with_the_pair_comes_before_what_to_set():
     assert list(found.problems) == ["layers"] and found.is_wrong
     assert [line.split()[0] for line in found.verdict()] == ["1.15", "Verifying", "PROBLEM", "First", "Problems"]
     timed = [Timed({"num_assistant_tokens": 2}, Interval(1.4, 1.2, 1.5), Interval(1, 1, 1))]
+    timed += [Timed({"num_assistant_tokens": 7}, Interval(1.15, 1.1, 1.2), Interval(1.2, 1.1, 1.3))]
     found = diagnosed(*costs, timed={0.0: timed})
     assert "below" in found.problems["draft count"]
     assert found.verdict()[-2:] == [f"Set, at temperature 0: {timed[0]} the target alone.", ENDS]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedModel
@@ -22,30 +22,17 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from ..auto.policies import DraftingStats
 from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
-from ..targets.caches.slot_forward import CompiledForwards, CompiledGraphs
+from ..targets.compiled import CompiledForwards, CompiledGraphs
 from ..targets.fused import Fusion
 from ..targets.hooks import ResidualCapture, ResidualTap
-from ..targets.registry import check_layers, check_without_virtual_tokens, is_bound, is_drafter, target_of
-from ..targets.rope_switch import check_restart
+from ..targets.registry import check_layers, is_bound, is_drafter, target_of
 from ..targets.target import Target
 from ..version import __version__
 from .candidates import DraftCandidateGenerator
 from .continuation import count_forwards, stop_recording
 from .loop import speculative_decoding
 from .pair import CheckedPairs, Pair
-from .request import (
-    AUTO,
-    GenerateCall,
-    can_hold_rounds,
-    check_cache_implementation,
-    check_request,
-    check_static_cache,
-    check_stock_assistance,
-    check_whole,
-    drafts_asked,
-    static_cache_length,
-    tree_budget_asked,
-)
+from .request import Request, is_static_attention_cache
 from .rows import Row, rows_of
 from .sequence import Sequence
 
@@ -53,11 +40,8 @@ logger = logging.getLogger(__name__)
 
 # `bind` and `unbind` change a target as a whole.
 _BINDING = threading.Lock()
-_MOST_DRAFTS = 8  # of a drafter that can draft any number, where as many as pay are asked for
-# The drafters that have bound a target and not unbound it: it stays bound while there are some.
-_binders: WeakKeyDictionary[PreTrainedModel, WeakSet[Drafter]] = WeakKeyDictionary()
 # This thread's call, on its way through transformers to the loop.
-_call: ContextVar[GenerateCall | None] = ContextVar("_call", default=None)
+_request: ContextVar[Request | None] = ContextVar("_request", default=None)
 _told: WeakSet[PreTrainedModel] = WeakSet()  # targets that a line was said of
 
 if TYPE_CHECKING:
@@ -139,26 +123,20 @@ class BoundTarget(_Mixed):
         """Generate as any model does, and with a drafter for several sequences, too."""
         kwargs = renamed_cache(kwargs)  # both names are taken, whatever the installed transformers calls it
         generate = super().generate  # type: ignore[misc]
-        call = GenerateCall(self, inspect.signature(generate).bind(*args, **kwargs).arguments)
-        default, asked = self.hyperdflash_binding.default, call.arguments
-        if default is not None and "assistant_model" not in asked and call.way is None:
-            kwargs["assistant_model"] = asked["assistant_model"] = default
-        assistant: Any = asked.get("assistant_model")
-        if assistant is not None and not hasattr(assistant, "config") and "custom_generate" not in asked:
-            raise ValueError(
-                f"`assistant_model` is {assistant!r}, expected a drafter: load it with `hf_hyperdflash.load_drafter` "
-                "first."
-            )
-        if is_drafter(assistant):
-            assistant.remember(None)  # of an earlier call's, where this one turns out not to draft
-            call.check_shapes()
-            call.check_rows()
-        token = _call.set(call)
+        arguments = {**inspect.signature(generate).bind(*args, **kwargs).arguments, **kwargs}
+        request = Request(self, arguments, self.hyperdflash_binding.default)
+        if request.drafter is not None:
+            request.drafter._remember(None)  # of an earlier call's, where this one turns out not to draft
+        request.check()
+        kwargs.pop("tree_budget", None)  # which transformers does not know
+        if "assistant_model" not in arguments and request.drafter is not None:
+            kwargs["assistant_model"] = request.drafter  # the default
+        token = _request.set(request)
         try:
-            with self.hyperdflash_binding.fusion.pausing(bool(call.setting("disable_compile"))):
+            with self.hyperdflash_binding.fusion.pausing(bool(request.setting("disable_compile"))):
                 return generate(*args, **kwargs)
         finally:
-            _call.reset(token)
+            _request.reset(token)
 
     def _validate_generation_mode(
         self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: Any
@@ -173,23 +151,6 @@ class BoundTarget(_Mixed):
             generation_mode, generation_config, generation_mode_kwargs
         )
 
-    def _prepare_generation_config(
-        self, generation_config: GenerationConfig | None, *args: object, **kwargs: Any
-    ) -> tuple[GenerationConfig, dict[str, Any]]:
-        asked = [
-            kwargs.get("num_assistant_tokens"),
-            drafts_asked(generation_config),
-            drafts_asked(self.generation_config),
-        ]
-        budget = {"tree_budget": kwargs.pop("tree_budget")} if "tree_budget" in kwargs else {}
-        config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
-            generation_config, *args, **kwargs
-        )
-        vars(config).update(budget)
-        tree_budget_asked(config)
-        config._num_drafts_asked = next((count for count in asked if count is not None), None)
-        return config, model_kwargs
-
     def _prepare_cache_for_generation(
         self,
         generation_config: GenerationConfig,
@@ -198,32 +159,30 @@ class BoundTarget(_Mixed):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        is_rewound = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
-        binding, implementation = self.hyperdflash_binding, generation_config.cache_implementation
-        target, callers = binding.target, model_kwargs.get(CACHE)
-        if is_rewound:
-            check_cache_implementation(target, implementation)
-        check_whole(target, callers)
-        vars(generation_config)["_has_callers_cache"] = callers is not None
-        if is_rewound and implementation == "static" and callers is None and generation_config.use_cache is not False:
+        config, binding, request = generation_config, self.hyperdflash_binding, _request.get()
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        is_static = config.cache_implementation == "static" and config.use_cache is not False
+        if is_assisted and is_static and request is not None and model_kwargs.get(CACHE) is None:
             # transformers would remember this length for plain calls, and compile them again. With
             # `prefill_chunk_size` it would make room for one text, and know nothing of the batch's others.
-            length = static_cache_length(generation_config, max_cache_length)
+            length = request.static_cache_length(config, max_cache_length)
             binding.static_length = max(length, binding.static_length)
-            model_kwargs[CACHE] = StaticCache(config=target.config, max_cache_len=binding.static_length)
+            model_kwargs[CACHE] = StaticCache(config=binding.target.config, max_cache_len=binding.static_length)
         else:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+                config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         cache = model_kwargs.get(CACHE)
-        if not generation_config.is_assistant:  # whose calls are rounds of one text, and taken back between them
+        if not config.is_assistant:  # whose calls are rounds of one text, and taken back between them
             stop_recording(cache)  # which loops of others leave on
-        # Plain decoding keeps the stock layers, and so do static caches.
-        if is_rewound and isinstance(cache, Cache) and not can_hold_rounds(cache):
-            most = generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens
-            counts = [count for count in most if isinstance(count, int)]  # what else is asked for is refused later
-            target.make_rewindable(cache, max(counts, default=0))
-            if generation_config.is_assistant:
+        # Plain decoding keeps the stock layers, and so do static caches. With a drafter, the request prepares its own.
+        is_stocks = (is_assisted and (request is None or request.drafter is None)) or config.is_assistant
+        if is_stocks and isinstance(cache, Cache) and not is_static_attention_cache(cache):
+            counts = config.prompt_lookup_num_tokens, config.num_assistant_tokens
+            binding.target.make_rewindable(
+                cache, max([count for count in counts if isinstance(count, int)], default=0)
+            )
+            if config.is_assistant:
                 cache.activate_past_recording()
 
     def _assisted_decoding(
@@ -240,39 +199,43 @@ class BoundTarget(_Mixed):
         tokenizer: PreTrainedTokenizerBase | None = None,
         **model_kwargs: Any,
     ) -> Generated:
-        check_without_virtual_tokens(self)
-        drafter: Any = assistant_model
-        if is_drafter(drafter):
-            call = _call.get()
-            _call.set(None)  # what a processor calls is no part of it
-            rows = 1 if call is None else call.rows
-            check_request(input_ids, rows, generation_config, synced_gpus, model_kwargs)
-            texts = [Row(input_ids, model_kwargs, logits_processor, stopping_criteria)]
-            if call is not None and rows > 1:
-                generation_config.num_return_sequences = 1  # in each row
-                prompts = cast(torch.Tensor, inputs_tensor)
-                texts = rows_of(self, call.arguments, input_ids, model_kwargs, generation_config, prompts, tokenizer)
-            # All are prepared before the first is written: an error of one comes before any work, and `max_time` is
-            # for all.
-            sequences = [self._start(drafter, text, generation_config, streamer, rows > 1) for text in texts]
-            return speculative_decoding(sequences)
-        check_stock_assistance(drafter, model_kwargs)
-        try:
-            return super()._assisted_decoding(  # type: ignore[misc]
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                synced_gpus=synced_gpus,
-                streamer=streamer,
-                inputs_tensor=inputs_tensor,
-                assistant_model=assistant_model,
-                assistant_tokenizer=assistant_tokenizer,
-                tokenizer=tokenizer,
-                **model_kwargs,
-            )
-        finally:
-            stop_recording(model_kwargs.get(CACHE))
+        if not is_drafter(assistant_model):
+            try:
+                return super()._assisted_decoding(  # type: ignore[misc]
+                    input_ids,
+                    logits_processor=logits_processor,
+                    stopping_criteria=stopping_criteria,
+                    generation_config=generation_config,
+                    synced_gpus=synced_gpus,
+                    streamer=streamer,
+                    inputs_tensor=inputs_tensor,
+                    assistant_model=assistant_model,
+                    assistant_tokenizer=assistant_tokenizer,
+                    tokenizer=tokenizer,
+                    **model_kwargs,
+                )
+            finally:
+                stop_recording(model_kwargs.get(CACHE))
+        config, mode = generation_config, GenerationMode.ASSISTED_GENERATION
+        request = self._request_with(cast(Drafter, assistant_model), config, model_kwargs)
+        request.check_prepared(input_ids, synced_gpus)
+        request.prepare_cache(model_kwargs[CACHE], config)
+        rows = [Row(input_ids, model_kwargs, logits_processor, stopping_criteria)]
+        if request.rows > 1:
+            config.num_return_sequences = 1  # in each row
+            rows = rows_of(request, rows[0], config, cast(torch.Tensor, inputs_tensor), tokenizer)
+        # All are prepared before the first is written: an error of one comes before any work, and `max_time` is for
+        # all.
+        sequences = []
+        for row in rows:
+            if len(rows) > 1 and not request.target.can_join_sequences:
+                # A cache of its own, which goes when the text is written: transformers holds the prepared one to the
+                # end.
+                row = row._replace(arguments={**row.arguments, CACHE: None})
+                self._prepare_cache_for_generation(config, row.arguments, mode, 1, config.max_length - 1)
+                request.prepare_cache(row.arguments[CACHE], config)
+            sequences.append(Sequence(request, row, config))
+        return speculative_decoding(sequences)
 
     def _get_candidate_generator(
         self, *args: object, assistant_model: PreTrainedModel | Drafter | None = None, **kwargs: Any
@@ -283,48 +246,18 @@ class BoundTarget(_Mixed):
                 *args, assistant_model=assistant_model, **kwargs
             )
         config, model_kwargs = kwargs["generation_config"], kwargs["model_kwargs"]
-        drafter = cast(Drafter, assistant_model)
-        num_drafts = self._prepare_drafting(drafter, config, model_kwargs)
-        return DraftCandidateGenerator(self, drafter, num_drafts, config, kwargs.get("logits_processor"))
+        request = self._request_with(cast(Drafter, assistant_model), config, model_kwargs)
+        request.prepare_cache(model_kwargs[CACHE], config)
+        return DraftCandidateGenerator(request.pair, request.num_drafts, config, kwargs.get("logits_processor"))
 
-    def _start(
-        self,
-        drafter: Drafter,
-        text: Row,
-        config: GenerationConfig,
-        streamer: BaseStreamer | None,
-        is_one_of_several: bool,
-    ) -> Sequence:
-        """Return the sequence of a text that transformers has prepared."""
-        target = self.hyperdflash_binding.target
-        if is_one_of_several and not target.can_join_sequences:
-            # A cache of its own, which goes when the text is written: transformers holds the prepared one to the end.
-            text, mode = text._replace(arguments={**text.arguments, CACHE: None}), GenerationMode.ASSISTED_GENERATION
-            self._prepare_cache_for_generation(config, text.arguments, mode, 1, config.max_length - 1)
-        num_drafts = self._prepare_drafting(drafter, config, text.arguments)
-        pair, stats = Pair.checked(target, drafter), None
-        if AUTO in (self._drafts_asked_of(drafter, config), tree_budget_asked(config)):
-            stats = pair.facts.stats.setdefault(bool(config.do_sample), DraftingStats())
-        sequence = Sequence(pair, num_drafts, text, config, streamer, stats, is_one_of_several)
-        check_restart(target.config, sequence.tokens.length, config.max_length, sequence.tokens.padding)
-        return sequence
-
-    def _prepare_drafting(self, drafter: Drafter, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
-        """Check the pair, make the cache ready, and return how many tokens to draft a round."""
-        target, cache = self.hyperdflash_binding.target, model_kwargs[CACHE]
-        Pair.checked(target, drafter)
-        asked = self._drafts_asked_of(drafter, config)
-        num_drafts = (drafter.max_draft_tokens or _MOST_DRAFTS) if asked == AUTO else cast(int, asked)
-        if can_hold_rounds(cache):
-            check_static_cache(target, cache, config)
-        else:
-            target.make_rewindable(cache, num_drafts)
-        return num_drafts
-
-    @staticmethod
-    def _drafts_asked_of(drafter: Drafter, config: GenerationConfig) -> int | str:
-        asked = getattr(config, "_num_drafts_asked", None)
-        return drafter.num_draft_tokens if asked is None else drafter.check_num_draft_tokens(asked)
+    def _request_with(self, drafter: Drafter, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Request:
+        """Return this thread's request; in a loop of somebody's own, what it asks for with a `drafter` of its own."""
+        request = _request.get()
+        if request is not None and request.drafter is drafter:
+            return request
+        asked = {"generation_config": config} if request is None else request.arguments
+        own = {"inputs": None, "input_ids": None, "assistant_model": drafter, CACHE: model_kwargs.get(CACHE)}
+        return Request(self, {**asked, **own})
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
@@ -360,17 +293,23 @@ def bind(target: PreTrainedModel, fuse: bool | None = None) -> PreTrainedModel:
     seen, was_bound = target_of(target), is_bound(target)
     if not was_bound:
         _check_bindable(seen)
-        _tell_of_widths(target)
+        _warn_int8_activations(target)
     with _BINDING:
         if not is_bound(target):
             vars(target)["hyperdflash_binding"] = Binding(seen)
             target.__class__ = _bound_class(cast(type, type(target)))
     if fuse is not None:
-        _switch_fusion(cast(BoundTarget, target), fuse, unbind_on_error=not was_bound)
+        binding = cast(BoundTarget, target).hyperdflash_binding
+        try:
+            binding.fusion.switch(fuse, binding.target.dtype)
+        except ValueError:
+            if not was_bound:
+                unbind(target)
+            raise
     return target
 
 
-def _tell_of_widths(target: PreTrainedModel) -> None:
+def _warn_int8_activations(target: PreTrainedModel) -> None:
     """Say once that a target's forwards depend on how many tokens they take, where its kernels are known for it."""
     by_bitsandbytes = getattr(getattr(target.config, "quantization_config", None), "load_in_8bit", False)
     by_torchao = any(getattr(weight, "act_quant_kwargs", None) is not None for weight in target.parameters())
@@ -380,16 +319,6 @@ def _tell_of_widths(target: PreTrainedModel) -> None:
             "The target's activations are quantized in 8 bits, so its logits depend on how many tokens a forward "
             "takes: greedy text with drafts, which are verified together, can differ from that without."
         )
-
-
-def _switch_fusion(target: BoundTarget, fuse: bool, unbind_on_error: bool) -> None:
-    binding = target.hyperdflash_binding
-    try:
-        binding.fusion.switch(fuse, binding.target.dtype)
-    except ValueError:
-        if unbind_on_error:
-            unbind(target)
-        raise
 
 
 def _check_bindable(target: Target) -> None:
@@ -421,7 +350,6 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
             for handle in vars(target).pop("hyperdflash_binding").handles:
                 handle.remove()
             target.__class__ = own
-            _binders.pop(target, None)
     return target
 
 
@@ -430,9 +358,8 @@ def bind_with(target: PreTrainedModel, drafter: Drafter, as_default: bool) -> bo
     pair = Pair.checked(target_of(target), drafter)  # before anything is changed
     binding = cast(BoundTarget, bind(target)).hyperdflash_binding
     binding.pairs[drafter] = pair.facts
-    binders = _binders.setdefault(target, WeakSet())
-    is_new = drafter not in binders
-    binders.add(drafter)
+    is_new = drafter not in binding.pairs.binders
+    binding.pairs.binders.add(drafter)
     if as_default:
         binding.default = drafter
     return is_new
@@ -442,9 +369,9 @@ def unbind_from(target: PreTrainedModel, drafter: Drafter) -> None:
     """Do what [`~drafters.base.Drafter.unbind`] promises."""
     if not is_bound(target):
         return
-    others, binding = _binders.setdefault(target, WeakSet()), cast(BoundTarget, target).hyperdflash_binding
-    others.discard(drafter)
-    if not others:
+    binding = cast(BoundTarget, target).hyperdflash_binding
+    binding.pairs.binders.discard(drafter)
+    if not binding.pairs.binders:
         unbind(target)
     elif binding.default is drafter:
         binding.default = None

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.utils.generic import ModelOutput
 
-from ..drafters.base import Drafter
 from ..drafters.sampling import DraftRequest, DraftSampler
 from .pair import Pair
 
@@ -27,8 +26,7 @@ class DraftCandidateGenerator(CandidateGenerator):
     forward of the target after each call of [`get_candidates`].
 
     Args:
-        model: A bound target.
-        drafter: Its drafter.
+        pair: A bound target and its drafter.
         num_drafts: Most drafts a round.
         generation_config: The request's.
         logits_processor: The request's.
@@ -39,19 +37,17 @@ class DraftCandidateGenerator(CandidateGenerator):
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        drafter: Drafter,
+        pair: Pair,
         num_drafts: int,
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList | None = None,
     ) -> None:
         self.num_drafts, self.max_length = num_drafts, generation_config.max_length
         self.sampler = DraftSampler(logits_processor or LogitsProcessorList(), generation_config.do_sample)
-        self.context = drafter.new_context()
-        binding = cast(Any, model).hyperdflash_binding
-        self.pair = Pair.checked(binding.target, drafter)
-        self._capture = binding.residual.new_capture(self.pair.facts.layer_ids, max_forwards=1)
-        weakref.finalize(self, binding.residual.captures.add(self._capture))
+        self.pair, self.context = pair, pair.drafter.new_context()
+        residual = pair.target.hyperdflash_binding.residual
+        self._capture = residual.new_capture(pair.facts.layer_ids, max_forwards=1)
+        weakref.finalize(self, residual.captures.add(self._capture))
 
     def get_candidates(  # type: ignore[override]
         self,
@@ -82,7 +78,11 @@ class DraftCandidateGenerator(CandidateGenerator):
             return input_ids, None
         if not self.context.end:  # the prompt's forward is over
             weakref.finalize(self, self.pair.target.rounds.add({}))
-        positions = self._positions(input_ids, (model_kwargs or {}).get("attention_mask"))
+        # True positions, below 0 for padding on the left.
+        mask = (model_kwargs or {}).get("attention_mask")
+        counted = torch.ones_like(input_ids) if mask is None else mask[:, : input_ids.shape[1]]
+        counted = torch.nn.functional.pad(counted, (0, input_ids.shape[1] - counted.shape[1]), value=1)
+        positions = counted.cumsum(-1) - 1
         self._take_in(input_ids, positions, end)
         switch = self.pair.target.rope_switch
         if switch is not None:
@@ -114,10 +114,3 @@ class DraftCandidateGenerator(CandidateGenerator):
         residual = None if residual is None else residual[:, real]
         self.pair.extend(self.context, residual, positions[:, real], following[:, real])
         self.context.end = end
-
-    @staticmethod
-    def _positions(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return true positions `[1, seq]`, below 0 for padding on the left."""
-        counted = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
-        missing = ids.shape[1] - counted.shape[1]
-        return torch.nn.functional.pad(counted, (0, missing), value=1).cumsum(-1) - 1

@@ -20,8 +20,8 @@ from ..targets.caches.protocols import OPEN_FORWARDS, RewindableCache
 _CONTEXT, _PADDING = "_hyperdflash_context", "_hyperdflash_padding"
 
 
-class LeftContext:
-    """A drafter's context that stays with the target's cache between turns. Copies of the cache get a copy of it.
+class StoredContext:
+    """A drafter's context, which stays with the target's cache between turns. Copies of the cache get a copy of it.
 
     Args:
         drafter: Whose context it is. Another's would be read as if it were one's own, so it is told apart by the
@@ -30,32 +30,29 @@ class LeftContext:
     """
 
     def __init__(self, drafter: Drafter, context: Context) -> None:
-        self._drafter, self.context = weakref.ref(drafter), context
+        self.drafter, self.context = weakref.ref(drafter), context
 
-    def is_of(self, drafter: Drafter) -> bool:
-        """Return whether `drafter` made the context."""
-        return self._drafter() is drafter
-
-    def __deepcopy__(self, memo: dict[int, object]) -> LeftContext:
-        again = object.__new__(LeftContext)
-        again._drafter, again.context = self._drafter, copy.deepcopy(self.context, memo)
+    def __deepcopy__(self, memo: dict[int, object]) -> StoredContext:
+        again = object.__new__(StoredContext)
+        again.drafter, again.context = self.drafter, copy.deepcopy(self.context, memo)
         return again
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # pickled with a cache it is no context: elsewhere there is no such drafter
 
 
-def context_of(cache: RewindableCache, drafter: Drafter) -> Context:
-    """Return the context that an earlier turn left with this cache, if it still belongs to it; else an empty one."""
-    left: LeftContext | None = getattr(cache, _CONTEXT, None)
-    if left is None or not left.is_of(drafter) or left.context.end != cache.get_seq_length():
+def load_context(cache: RewindableCache, drafter: Drafter) -> Context:
+    """Return the context that an earlier turn stored with this cache, if the cache is still as it was; else an empty
+    one."""
+    stored: StoredContext | None = getattr(cache, _CONTEXT, None)
+    if stored is None or stored.drafter() is not drafter or stored.context.end != cache.get_seq_length():
         return drafter.new_context()
-    return left.context
+    return stored.context
 
 
-def leave_context(cache: RewindableCache, drafter: Drafter, context: Context) -> None:
-    """Let the next turn go on with `context`."""
-    setattr(cache, _CONTEXT, LeftContext(drafter, context))
+def store_context(cache: RewindableCache, drafter: Drafter, context: Context) -> None:
+    """Store a context with the target's cache, for the next turn."""
+    setattr(cache, _CONTEXT, StoredContext(drafter, context))
 
 
 def padding_of(cache: RewindableCache, mask: torch.Tensor | None) -> int:

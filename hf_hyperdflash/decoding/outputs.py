@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers.cache_utils import DynamicLayer
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -78,17 +77,11 @@ class OutputRecorder:
     ) -> tuple[torch.Tensor, ...]:
         """Return what one token attended to, `[batch, heads, 1, keys]` of every attention layer, over the keys that
         there would have been had it been the last of its path: in a sliding window those that had not left it."""
-        with_keys = (layer for layer in cast(RewindableCache, cache).layers if isinstance(layer, DynamicLayer))
-        (i, k), seen = round_.coordinates(position), round_.visible(position)
-        return tuple(
-            self._of_layer(of_layer[i : i + 1], k, seen, layer)
-            for of_layer, layer in zip(weights, with_keys, strict=True)
-        )
-
-    def _of_layer(self, weights: torch.Tensor, k: int, seen: list[int], layer: DynamicLayer) -> torch.Tensor:
-        of_tokens, others = self.target.attention_keys(layer, weights.shape[3], weights.shape[2], seen)
-        window = getattr(layer, "sliding_window", None) or weights.shape[3]
-        return weights[:, :, k : k + 1, torch.cat([of_tokens[-window:], others]).to(weights.device)]
+        (i, k), seen, of_position = round_.coordinates(position), round_.visible(position), []
+        for of_layer, layer in zip(weights, round_.layers_with_keys(cast(RewindableCache, cache)), strict=True):
+            keys = self.target.attention_keys(layer, of_layer.shape[3], of_layer.shape[2], seen)
+            of_position.append(of_layer[i : i + 1, :, k : k + 1, keys.to(of_layer.device)])
+        return tuple(of_position)
 
 
 def generate_output(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from transformers import LogitsProcessorList
@@ -34,7 +34,15 @@ class PairFacts(NamedTuple):
 
 
 class CheckedPairs(WeakKeyDictionary[Drafter, PairFacts]):
-    """Of a bound target, by drafter. A copy of the target has none: elsewhere there are no such drafters."""
+    """Of a bound target, by drafter. A copy of the target has none: elsewhere there are no such drafters.
+
+    Attributes:
+        binders: The drafters that have bound the target and not unbound it: it stays bound while there are some.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.binders: WeakSet[Drafter] = WeakSet()
 
     def __deepcopy__(self, memo: dict[int, object]) -> CheckedPairs:
         return CheckedPairs()

@@ -1,10 +1,10 @@
-"""What is asked of `generate` with a drafter: how many drafts, of which sequences, whether that can be done, and who
-gets hold of what rounds compute."""
+"""One call of a bound target's `generate` as one value: what it asks for, and whether that can be done."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
@@ -14,121 +14,199 @@ from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLaye
 from transformers.generation.configuration_utils import GenerationConfig
 
 from ..auto.policies import MOST_NODES as MOST_NODES_OF_AUTO
+from ..auto.policies import DraftingStats
 from ..drafters.base import AUTO, Drafter, Observer
 from ..targets.caches.name import CACHE
 from ..targets.caches.protocols import OPEN_FORWARDS, RewindableCache
-from ..targets.registry import is_bound, target_of
+from ..targets.registry import check_without_virtual_tokens, is_bound, is_drafter, target_of
 from ..targets.target import Target
+from .pair import Pair
 
-# Ways to write that are not ours, by the argument that asks for each.
-_WAYS = (
-    "num_beams",
-    "penalty_alpha",
-    "custom_generate",
-    "prompt_lookup_num_tokens",
-    "use_mtp",
-    "assistant_early_exit",
-    "is_assistant",
-)
-_BESIDE = ("prompt_lookup_num_tokens", "use_mtp", "dola_layers")  # with a drafter they would be left out in silence
-_SHOWN = ("output_hidden_states", "output_attentions")  # of which each sequence would have another length
+# Arguments that ask for another way to generate than our loop. With the first ones transformers leaves a drafter out,
+# and with the others a drafter would leave them out, in silence.
+_WITHOUT_DRAFTS = "num_beams", "penalty_alpha", "custom_generate"
+_INSTEAD_OF_DRAFTS = "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "dola_layers", "is_assistant"
+_SHOWN = "output_hidden_states", "output_attentions"  # of which each text of a batch would have another length
 _CACHE_STEP = 256  # of static caches' lengths: rounds are compiled anew for each length
-_MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
-_HARMLESS = "transformers.", __package__.split(".")[0] + "."  # whose hooks keep nothing
+_MEDIA = "pixel_values", "mm_encoder_outputs", "input_features"  # prefixes of `generate`'s arguments
+_MAX_AUTO_DRAFTS = 8  # with `num_assistant_tokens="auto"`, of a drafter that can draft any number
+_HARMLESS = "transformers.", __package__.split(".")[0] + "."  # whose hooks and processors keep nothing
 MOST_NODES = 1024  # of a draft tree: the masks and scores of many more fill any memory
 
 
-def drafts_asked(config: GenerationConfig | None) -> int | str | None:
-    """Return `num_assistant_tokens`, but not where transformers filled in its own default of 20 with all its others,
-    as pipelines let it do: later, a 20 of the caller's looks the same."""
-    if config is None:
-        return None
-    defaults = {name: value for name, value in config._get_default_generation_params().items() if value is not None}
-    is_filled = all(getattr(config, name, None) is not None for name in defaults)
-    asked = config.num_assistant_tokens
-    return None if is_filled and asked == defaults.get("num_assistant_tokens") else asked
-
-
-class GenerateCall:
-    """A call of a bound target's `generate`: its arguments by name, and the target's own settings behind them.
+class Request:
+    """What one call of a bound target's `generate` asks for. It is made before transformers is entered, and nothing
+    changes it: arguments and generation configurations stay the caller's.
 
     Args:
-        target: The bound target.
-        arguments: As `inspect.signature` binds them, with a `kwargs` around some.
+        model: The bound target.
+        arguments: The call's, by name.
+        default: The drafter of calls that name none.
 
     Attributes:
-        rows: How many texts are asked for, once that is checked.
+        other_way: The argument that asks for another way to generate than our loop; `None` if none does.
+        assistant: A drafter, or transformers' own kind of assistant; `None` for none.
+        drafter: The assistant, if it is a drafter.
+        cache: The caller's; `None` if he passes none.
+        ids: The prompts `[prompts, seq]`; `None` if there are none such.
+        rows: How many texts are written.
+        tree_budget: The most nodes of a draft tree, `"auto"` for what pays, `None` for chains.
+        pair: The target with the drafter. There is none without a drafter, nor are the next two.
+        num_drafts: The most drafts of a round, one after the other.
+        drafting_stats: What "auto" knows of the pair, to draft what saves time; `None` to draft what is asked for.
+
+    Raises:
+        ValueError: If the drafter does not fit the target, or cannot draft as much as is asked for.
     """
 
-    rows = 1
-
-    def __init__(self, target: PreTrainedModel, arguments: dict[str, Any]) -> None:
-        self.target = target
-        named = {name: value for name, value in arguments.items() if name != "kwargs"}
-        self.arguments = {**named, **arguments.get("kwargs", {})}
+    def __init__(self, model: PreTrainedModel, arguments: dict[str, Any], default: Drafter | None = None) -> None:
+        self.model, self.arguments, self.target = model, arguments, target_of(model)
+        given = arguments.get("generation_config"), model.generation_config
+        self._configs: list[Any] = [config for config in given if config is not None]
+        ways = {name: self.setting(name) for name in (*_WITHOUT_DRAFTS, *_INSTEAD_OF_DRAFTS)}
+        ways["num_beams"] = (ways["num_beams"] or 1) > 1
+        self.other_way = next((name for name, value in ways.items() if value), None)
+        self.assistant: Any = arguments.get("assistant_model", None if self.other_way else default)
+        self.drafter: Drafter | None = self.assistant if is_drafter(self.assistant) else None
+        self.cache: Any = arguments.get(CACHE)
+        ids = arguments.get("inputs")
+        ids = arguments.get("input_ids") if ids is None else ids
+        self.ids = ids if isinstance(ids, torch.Tensor) and ids.ndim == 2 else None
+        count = self.setting("num_return_sequences")
+        # Without a prompt, transformers starts one with the target's first token.
+        self.rows = (count if type(count) is int else 1) * (1 if self.ids is None else len(self.ids))
+        self.tree_budget: int | Literal["auto"] | None = self.setting("tree_budget")
+        if self.drafter is not None:
+            self.pair, asked = Pair.checked(self.target, self.drafter), self._asked_drafts(self.drafter)
+            most = self.drafter.max_draft_tokens or _MAX_AUTO_DRAFTS
+            self.num_drafts = most if asked == AUTO else cast(int, asked)
+            self.drafting_stats: DraftingStats | None = None
+            if AUTO in (asked, self.tree_budget):
+                stats = self.pair.facts.stats
+                self.drafting_stats = stats.setdefault(bool(self.setting("do_sample")), DraftingStats())
 
     def setting(self, name: str) -> Any:
-        """Return what an argument or else a generation configuration says."""
-        given = self.arguments.get("generation_config"), self.target.generation_config
-        configs = [config for config in given if config is not None]
-        said = [self.arguments.get(name), *(getattr(config, name, None) for config in configs)]
+        """Return what an argument, or else a generation configuration, the caller's before the target's, says."""
+        said = [self.arguments.get(name), *(getattr(config, name, None) for config in self._configs)]
         return next((value for value in said if value is not None), None)
 
-    @property
-    def ids(self) -> torch.Tensor | None:
-        """The prompts `[rows, seq]`; `None` if there are none such."""
-        ids = self.arguments.get("inputs")
-        ids = self.arguments.get("input_ids") if ids is None else ids
-        return ids if isinstance(ids, torch.Tensor) and ids.ndim == 2 else None
+    def _asked_drafts(self, drafter: Drafter) -> int | str:
+        """Return `num_assistant_tokens`, or else the drafter's own number."""
+        found = self.arguments.get("num_assistant_tokens")
+        for config in self._configs:
+            # Pipelines let transformers fill in all of its defaults. Then its 20 drafts are nobody's wish.
+            defaults = config._get_default_generation_params()
+            is_filled = all(getattr(config, key, None) is not None for key in defaults if defaults[key] is not None)
+            is_default = is_filled and config.num_assistant_tokens == defaults.get("num_assistant_tokens")
+            found = config.num_assistant_tokens if found is None and not is_default else found
+        return drafter.num_draft_tokens if found is None else drafter.check_num_draft_tokens(found)
 
-    @property
-    def way(self) -> str | None:
-        """The argument that asks for another way to write than one token after the other, if one does."""
-        said = {name: self.setting(name) for name in _WAYS}
-        said["num_beams"] = (said["num_beams"] or 1) > 1
-        return next((name for name, value in said.items() if value), None)
+    # Before transformers is entered
 
-    def check_shapes(self) -> None:
-        """Raise a `ValueError` if mask or positions are not those of the tokens: transformers takes some that are
-        not."""
-        ids = self.ids
+    def check(self) -> None:
+        """Raise a `ValueError` if the call asks for what cannot be done."""
+        assistant, cache = self.assistant, self.cache
+        if assistant is not None and not hasattr(assistant, "config") and "custom_generate" not in self.arguments:
+            raise ValueError(
+                f"`assistant_model` is {assistant!r}, expected a drafter: load it with `hf_hyperdflash.load_drafter` "
+                "first."
+            )
+        check_tree_budget(self.tree_budget)
+        if cache is not None:
+            check_layers_agree(self.target, cache)
+        if self.other_way in _WITHOUT_DRAFTS or (assistant is None and self.other_way in (None, "dola_layers")):
+            return
+        check_without_virtual_tokens(self.model)
+        implementation = self.setting("cache_implementation")
+        fitting = ["dynamic", "offloaded", *(["static"] if self.target.takes_static_caches else [])]
+        if implementation not in (None, "hybrid", *fitting):  # of "hybrid" transformers makes None
+            raise ValueError(
+                f"`cache_implementation` is {implementation!r}, but assisted generation has to rewind its cache, that "
+                f"of a {self.target.config.model_type} target: leave it out, or use one of {fitting}."
+            )
+        if self.drafter is not None:
+            self._check_drafting()
+            if self.rows > 1:
+                self._check_several_texts()
+        elif self.other_way != "is_assistant":  # whose cache is transformers' own, and filled between its calls
+            self._check_assistant()
+
+    def _check_drafting(self) -> None:
+        if self.setting("use_cache") is False:
+            raise ValueError("Assisted generation needs a cache: leave `use_cache` at True.")
+        if self.other_way in _INSTEAD_OF_DRAFTS:
+            raise ValueError(
+                f"`{self.other_way}` is {self.setting(self.other_way)!r} beside a drafter, expected one of the two: "
+                "leave it or `assistant_model` out."
+            )
+        count = self.setting("num_return_sequences")
+        if count is not None and (type(count) is not int or count < 1):
+            raise ValueError(f"`num_return_sequences` is {count!r}, expected a whole number of texts, at least 1.")
+        if count is not None and count > 1 and not self.setting("do_sample"):
+            raise ValueError(
+                f"`num_return_sequences` is {count} and `do_sample` False: greedy texts of one prompt are all the "
+                "same. Set `do_sample=True`, or leave `num_return_sequences` out."
+            )
+        chunk = self.setting("prefill_chunk_size")
+        if chunk is not None and (type(chunk) is not int or chunk < 1):
+            raise ValueError(
+                f"`prefill_chunk_size` is {chunk!r}, expected a whole number of tokens, at least 1, or None for the "
+                "prompt in one piece."
+            )
+        if (weight := self.setting("assistant_ensemble_weight")) is not None:
+            raise ValueError(
+                f"`assistant_ensemble_weight` is {weight}, expected None: HyperDFlash is lossless, it does not mix "
+                "the drafter's distribution into the target's."
+            )
+
+        given, ids, cache = self.arguments, self.ids, self.cache
+        if given.get("inputs_embeds") is not None:
+            raise ValueError("HyperDFlash drafts from token ids: pass `input_ids`, not `inputs_embeds`.")
+        is_media = {name: isinstance(value, torch.Tensor) or bool(value) for name, value in given.items()
+                    if name.startswith(_MEDIA)}  # fmt: skip
+        if media := [name for name, is_given in is_media.items() if is_given]:
+            raise ValueError(f"HyperDFlash drafts text only: leave {media} out, or pass `assistant_model=None`.")
         if ids is None:
             return
-        (rows, length), cache = ids.shape, self.arguments.get(CACHE)
-        mask, positions = self.arguments.get("attention_mask"), self.arguments.get("position_ids")
+        length, mask, positions = ids.shape[1], cast(Any, given.get("attention_mask")), given.get("position_ids")
+        if length == 0:
+            raise ValueError(
+                f"The prompt is empty: `input_ids` has the shape {list(ids.shape)}, expected at least one token in "
+                "it. Pass a text, or the tokenizer's first token."
+            )
         cached = 0 if cache is None else int(cache.get_seq_length())
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-            is_of_new_ids = cached and mask.shape[1] > length  # which `_check_continuation` has words for
-            if mask.shape[0] != rows or (mask.shape[1] != length and not is_of_new_ids):
-                raise ValueError(
-                    f"`attention_mask` has the shape {list(mask.shape)} and `input_ids` {list(ids.shape)}, expected a "
-                    "column for each token, what is in the cache included: pass the tokenizer's own mask, or leave it "
-                    "out."
-                )
+        # transformers takes masks and positions of other shapes than the prompts'.
+        has_mask = isinstance(mask, torch.Tensor) and mask.ndim == 2
+        whole = mask.shape[1] if has_mask else length
+        is_new_turn = cached and whole > length  # without what is in the cache, which is refused below
+        if has_mask and (len(mask) != len(ids) or not (whole == length or is_new_turn)):
+            raise ValueError(
+                f"`attention_mask` has the shape {list(mask.shape)} and `input_ids` {list(ids.shape)}, expected a "
+                "column for each token, what is in the cache included: pass the tokenizer's own mask, or leave it "
+                "out."
+            )
         new = length - cached
         if isinstance(positions, torch.Tensor) and not new <= positions.shape[-1] <= length:
             raise ValueError(
                 f"`position_ids` has the shape {list(positions.shape)}, expected one for each of the {new} tokens "
                 "that are not in the cache: pass so many, or leave it out."
             )
-
-    def check_rows(self) -> None:
-        """Raise a `ValueError` if what is asked for cannot be done for so many texts."""
-        count = self.setting("num_return_sequences")
-        count = 1 if count is None else count
-        if type(count) is not int or count < 1:
-            raise ValueError(f"`num_return_sequences` is {count!r}, expected a whole number of texts, at least 1.")
-        # Without a prompt, transformers starts one with the target's first token.
-        self.rows = count * (1 if self.ids is None else len(self.ids))
-        if self.rows == 1 or self.way in ("num_beams", "penalty_alpha", "custom_generate"):
-            return
-        texts = f"{self.rows} texts"
-        if count > 1 and not self.setting("do_sample"):
+        keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
+        texts = max((len(own) for own in keys if own is not None), default=1)
+        if texts > 1 and self.rows == 1:
             raise ValueError(
-                f"`num_return_sequences` is {count} and `do_sample` False: greedy texts of one prompt are all the "
-                "same. Set `do_sample=True`, or leave `num_return_sequences` out."
+                f"`{CACHE}` holds {texts} texts and `input_ids` one: expected the cache of that text alone. Keep it "
+                f"with `{CACHE}.batch_select_indices`."
             )
-        if self.arguments.get(CACHE) is not None:
+        if cached and (whole != length or length <= cached):
+            raise ValueError(
+                f"`{CACHE}` holds {cached} tokens and `input_ids` {length}: expected the whole sequence, what is "
+                "in the cache and at least one new token. Concatenate the earlier output and the new turn."
+            )
+
+    def _check_several_texts(self) -> None:
+        texts = f"{self.rows} texts"
+        if self.cache is not None:
             raise ValueError(
                 f"`{CACHE}` was passed for {texts}, which differ in length after drafts: pass the whole texts "
                 "without it, or continue one text at a time."
@@ -149,195 +227,127 @@ class GenerateCall:
                 "`tokenizer.padding_side` to 'left'."
             )
 
+    def _check_assistant(self) -> None:
+        """Check that transformers' own loop does not go wrong with its assistant."""
+        if getattr(self.assistant, "_is_stateful", False):
+            raise ValueError(
+                f"The assistant, a {type(self.assistant).__name__}, cannot rewind its cache. Call "
+                "`hf_hyperdflash.bind(assistant_model)` first."
+            )
+        if is_bound(self.assistant) and target_of(self.assistant).has_running_state:
+            raise ValueError(
+                f"The assistant, a {type(self.assistant).__name__}, has linear attention, which can take back the "
+                "last forward only, and an assistant runs several. Use a HyperDFlash drafter, or an assistant without "
+                "linear attention."
+            )
+        if self.cache is not None and self.cache.get_seq_length() > 0:
+            raise ValueError(
+                "transformers' own assisted decoding would feed the prompt again on top of the "
+                f"{self.cache.get_seq_length()} tokens in `{CACHE}`. Leave `{CACHE}` out, or use a HyperDFlash "
+                "drafter, which continues correctly."
+            )
 
-def tree_budget_asked(config: GenerationConfig) -> int | Literal["auto"] | None:
-    """Return `tree_budget`: the most nodes of a draft tree, or `"auto"`; `None` for chains.
+    # Once transformers has prepared it
 
-    Raises:
-        ValueError: If it is no number of nodes.
-    """
-    return check_tree_budget(getattr(config, "tree_budget", None))
+    def check_prepared(self, input_ids: torch.Tensor, synced_gpus: bool) -> None:
+        """Raise a `ValueError` if our loop was given other texts than asked for, or cannot run on these ranks."""
+        if len(input_ids) != self.rows:
+            raise ValueError(
+                f"Our loop was given {len(input_ids)} texts, expected {self.rows}: call `target.generate`, with a row "
+                "of `input_ids` for each prompt."
+            )
+        if synced_gpus:
+            raise ValueError(
+                "`synced_gpus=True` is not supported with a HyperDFlash drafter: ranks that finish early would wait "
+                "for forwards that never come. Gather the target's parameters (or use tensor parallelism) for "
+                "generation."
+            )
+
+    def prepare_cache(self, cache: Cache, config: GenerationConfig) -> None:
+        """Make a cache one that drafts can be taken back from.
+
+        Raises:
+            ValueError: If rounds cannot run on it.
+        """
+        if not is_static_attention_cache(cache):
+            self.target.make_rewindable(cache, self.num_drafts)
+            check_croppable(cache)
+            return
+        if not self.target.takes_static_caches:
+            raise ValueError(
+                f"`{CACHE}` is a {type(cache).__name__}, in which drafts of a {self.target.config.model_type} target "
+                "are not verified: leave it out, or pass a `DynamicCache(config=model.config)`."
+            )
+        if config.output_attentions:
+            raise ValueError(
+                "`output_attentions` was asked for over a static cache, in whose order of keys nobody could read "
+                "them: leave `cache_implementation` out."
+            )
+        lengths = (layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer)
+        length = min(lengths, default=config.max_length)
+        if length < config.max_length - 1:
+            raise ValueError(
+                f"`{CACHE}` has room for {length} tokens, and the text may have {config.max_length}: expected at "
+                f"least {config.max_length - 1}. Pass `max_cache_len={config.max_length - 1}`, or a smaller "
+                "`max_new_tokens`."
+            )
+
+    def static_cache_length(self, config: GenerationConfig, length: int) -> int:
+        """Return how long a static cache is to be that plain decoding needs at some `length`: the last round of a text
+        needs columns, too."""
+        length = max(length, getattr(config, "max_cache_len", None) or 0)
+        counts = MOST_NODES_OF_AUTO, config.num_assistant_tokens, self.tree_budget
+        positions = 1 + max(count for count in counts if isinstance(count, int))
+        return math.ceil((length + positions) / _CACHE_STEP) * _CACHE_STEP
+
+    def can_use_inference_mode(self, observer: Observer | None, called: Iterable[object]) -> bool:
+        """Return whether nobody gets hold of what the rounds of a text compute, so that they run in torch's inference
+        mode.
+
+        Every operation is cheaper in it than in `no_grad`: a round of a small target takes some 7 % less. But what it
+        computes takes no part in training afterwards. A caller gets hold of that who asks for scores, or passes the
+        cache, or a processor or criterion (`called`) that may keep what it is asked about. So does an observer.
+        """
+        return not (
+            self.setting("return_dict_in_generate")
+            or self.cache is not None
+            or (observer is not None and observer.hears_rounds)
+            or not all(type(each).__module__.startswith(_HARMLESS) for each in called)
+            or not self._is_plain
+        )
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether target and drafter keep nothing of a forward. Remote code may, and so do others' hooks, and what
+        spreads weights over processes, or has tensors of its own for them."""
+        if not type(self.model).__module__.startswith("transformers."):
+            return False
+        if distributed.is_available() and distributed.is_initialized():
+            return False
+        for model in (self.model, self.drafter):
+            for module in model.modules() if isinstance(model, nn.Module) else ():
+                if any(type(weight) not in (nn.Parameter, type(None)) for weight in module._parameters.values()):
+                    return False
+                for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                    function = getattr(hook, "func", hook)  # of a partial
+                    if not (getattr(function, "__module__", None) or "").startswith(_HARMLESS):
+                        return False
+        return True
 
 
-def check_tree_budget(budget: object) -> int | Literal["auto"] | None:
-    """Return `budget` if a draft tree can have so many nodes, or if it is `"auto"` or `None`.
-
-    Raises:
-        ValueError: If not.
-    """
+def check_tree_budget(budget: object) -> None:
+    """Raise a `ValueError` unless a draft tree can have so many nodes, or `budget` is `"auto"` or `None`."""
     if budget not in (None, AUTO) and (type(budget) is not int or not 1 <= budget <= MOST_NODES):
         raise ValueError(
             f"`tree_budget` is {budget!r}, expected the most nodes of a draft tree, a whole number from 1 to "
             f"{MOST_NODES}, 'auto' for what pays, or None for one chain of drafts."
         )
-    return cast("int | Literal['auto'] | None", budget)
 
 
-def static_cache_length(config: GenerationConfig, length: int) -> int:
-    """Return how long a request's static cache is to be: the last round of a text needs room, too.
-
-    Args:
-        config: The request's.
-        length: How long plain decoding needs it.
-    """
-    length = max(length, getattr(config, "max_cache_len", None) or 0)
-    asked = config.num_assistant_tokens, tree_budget_asked(config)
-    positions = 1 + max([MOST_NODES_OF_AUTO, *(count for count in asked if isinstance(count, int))])
-    return math.ceil((length + positions) / _CACHE_STEP) * _CACHE_STEP
-
-
-def check_request(
-    input_ids: torch.Tensor,
-    rows: int,
-    generation_config: GenerationConfig,
-    synced_gpus: bool,
-    model_kwargs: dict[str, Any],
-) -> None:
-    """Raise a `ValueError` if our loop cannot do what is asked for, of so many rows."""
-    if model_kwargs.get(CACHE) is None:
-        raise ValueError("Assisted generation needs a cache: leave `use_cache` at True.")
-    check_cache(model_kwargs[CACHE])
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("HyperDFlash drafts from token ids: pass `input_ids`, not `inputs_embeds`.")
-    if input_ids.shape[1] == 0:
-        raise ValueError(
-            f"The prompt is empty: `input_ids` has the shape {list(input_ids.shape)}, expected at least one token in "
-            "it. Pass a text, or the tokenizer's first token."
-        )
-    if input_ids.shape[0] != rows:
-        raise ValueError(
-            f"Our loop was given {input_ids.shape[0]} texts, expected {rows}: call `target.generate`, with a row of "
-            "`input_ids` for each prompt."
-        )
-    media = [
-        name
-        for name, value in model_kwargs.items()
-        if name.startswith(_MEDIA) and (isinstance(value, torch.Tensor) or value)
-    ]
-    if media:
-        raise ValueError(f"HyperDFlash drafts text only: leave {media} out, or pass `assistant_model=None`.")
-    _check_texts(model_kwargs[CACHE])
-    _check_continuation(input_ids.shape[1], generation_config, model_kwargs)
-    chunk = generation_config.prefill_chunk_size
-    if chunk is not None and (type(chunk) is not int or chunk < 1):
-        raise ValueError(
-            f"`prefill_chunk_size` is {chunk!r}, expected a whole number of tokens, at least 1, or None for the "
-            "prompt in one piece."
-        )
-    for name in _BESIDE:
-        if value := getattr(generation_config, name, None):
-            raise ValueError(
-                f"`{name}` is {value!r} beside a drafter, expected one of the two: leave it or `assistant_model` out."
-            )
-    if synced_gpus:
-        raise ValueError(
-            "`synced_gpus=True` is not supported with a HyperDFlash drafter: ranks that finish early would wait for "
-            "forwards that never come. Gather the target's parameters (or use tensor parallelism) for generation."
-        )
-    if generation_config.assistant_ensemble_weight is not None:
-        raise ValueError(
-            f"`assistant_ensemble_weight` is {generation_config.assistant_ensemble_weight}, expected None: "
-            "HyperDFlash is lossless, it does not mix the drafter's distribution into the target's."
-        )
-
-
-def _check_texts(cache: Cache) -> None:
-    held = {layer.keys.shape[0] for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None}
-    if any(count > 1 for count in held):
-        raise ValueError(
-            f"`{CACHE}` holds {max(held)} texts and `input_ids` one: expected the cache of that text alone. Keep it "
-            f"with `{CACHE}.batch_select_indices`."
-        )
-
-
-def _check_continuation(length: int, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    cached = int(model_kwargs[CACHE].get_seq_length())
-    mask = model_kwargs.get("attention_mask")
-    whole = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
-    if cached and (whole != length or length <= cached):
-        raise ValueError(
-            f"`{CACHE}` holds {cached} tokens and `input_ids` {length}: expected the whole sequence, what is "
-            "in the cache and at least one new token. Concatenate the earlier output and the new turn."
-        )
-
-
-def check_stock_assistance(assistant_model: PreTrainedModel | None, model_kwargs: dict[str, Any]) -> None:
-    """Raise a `ValueError` if transformers' loop would go wrong with this assistant."""
-    if getattr(assistant_model, "_is_stateful", False):
-        raise ValueError(
-            f"The assistant, a {type(assistant_model).__name__}, cannot rewind its cache. Call "
-            "`hf_hyperdflash.bind(assistant_model)` first."
-        )
-    if assistant_model is not None and is_bound(assistant_model) and target_of(assistant_model).has_running_state:
-        raise ValueError(
-            f"The assistant, a {type(assistant_model).__name__}, has linear attention, which can take back the last "
-            "forward only, and an assistant runs several. Use a HyperDFlash drafter, or an assistant without linear "
-            "attention."
-        )
-    cache = model_kwargs.get(CACHE)
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(
-            f"transformers' own assisted decoding would feed the prompt again on top of the {cache.get_seq_length()} "
-            f"tokens in `{CACHE}`. Leave `{CACHE}` out, or use a HyperDFlash drafter, which continues "
-            "correctly."
-        )
-
-
-def can_hold_rounds(cache: object) -> bool:
-    """Return whether a cache is one of transformers' static ones whose layers are all of attention."""
-    known = StaticLayer, StaticSlidingWindowLayer
-    return bool(getattr(cache, "layers", ())) and all(type(layer) in known for layer in cast(Cache, cache).layers)
-
-
-def check_cache(cache: object) -> RewindableCache:
-    """Return a cache that drafts can be taken back from.
-
-    Raises:
-        ValueError: If it cannot.
-    """
-    if not (can_hold_rounds(cache) or getattr(cache, "is_croppable", False)):
-        raise ValueError(
-            f"Assisted generation cannot rewind a {type(cache).__name__}: leave `cache_implementation` out. A cache "
-            "of remote code needs `is_croppable = True` and a `crop(-n)` that takes back the last n tokens."
-        )
-    return cast(RewindableCache, cache)
-
-
-def check_cache_implementation(target: Target, name: str | None) -> None:
-    """Raise a `ValueError` if drafts could not be taken back from a cache of this kind."""
-    fitting = ["dynamic", "offloaded", *(["static"] if target.takes_static_caches else [])]
-    if name is not None and name not in fitting:
-        raise ValueError(
-            f"`cache_implementation` is {name!r}, but assisted generation has to rewind its cache, that of a "
-            f"{target.config.model_type} target: leave it out, or use one of {fitting}."
-        )
-
-
-def check_static_cache(target: Target, cache: Cache, config: GenerationConfig) -> None:
-    """Raise a `ValueError` if rounds of a request cannot run on its static cache."""
-    if not target.takes_static_caches:
-        raise ValueError(
-            f"`{CACHE}` is a {type(cache).__name__}, in which drafts of a {target.config.model_type} target are not "
-            "verified: leave it out, or pass a `DynamicCache(config=model.config)`."
-        )
-    if config.output_attentions:
-        raise ValueError(
-            "`output_attentions` was asked for over a static cache, in whose order of keys nobody could read them: "
-            "leave `cache_implementation` out."
-        )
-    rooms = (layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer)
-    room = min(rooms, default=config.max_length)
-    if room < config.max_length - 1:
-        raise ValueError(
-            f"`{CACHE}` has room for {room} tokens, and the text may have {config.max_length}: expected at least "
-            f"{config.max_length - 1}. Pass `max_cache_len={config.max_length - 1}`, or a smaller `max_new_tokens`."
-        )
-
-
-def check_whole(family: Target, cache: Cache | None) -> None:
-    """Raise a `ValueError` if the layers of a target's cache, the caller's, hold different tokens: going on with it
-    would write other text."""
-    lengths = set() if cache is None else family.cached_lengths(cache)
+def check_layers_agree(target: Target, cache: Cache) -> None:
+    """Raise a `ValueError` if the layers of a target's cache hold different tokens: with it, other text would
+    follow."""
+    lengths = target.cached_lengths(cache)
     if len(lengths) > 1 or getattr(cache, OPEN_FORWARDS, False):
         raise ValueError(
             f"`{CACHE}` was interrupted inside a forward or while drafts were taken back: its layers hold "
@@ -355,41 +365,21 @@ def check_whole(family: Target, cache: Cache | None) -> None:
             )
 
 
-def leaves_nothing(
-    target: nn.Module,
-    drafter: Drafter,
-    observer: Observer | None,
-    config: GenerationConfig,
-    asked: Iterable[object] = (),
-) -> bool:
-    """Return whether nobody gets hold of what a request's rounds compute, so that they run in torch's inference mode.
+def is_static_attention_cache(cache: object) -> bool:
+    """Return whether a cache is one of transformers' static ones whose layers are all of attention."""
+    known = StaticLayer, StaticSlidingWindowLayer
+    return bool(getattr(cache, "layers", ())) and all(type(layer) in known for layer in cast(Cache, cache).layers)
 
-    Every operation is cheaper in it than in `no_grad`: a round of a small target takes some 7 % less. But what it
-    computes takes no part in training afterwards. A caller gets hold of that who asks for scores, or passes the cache,
-    or a processor or criterion that may keep what it is asked about. So does an observer; remote code, which may keep
-    what it once computed; hooks of others; and what spreads weights over processes, or has tensors of its own for
-    them.
+
+def check_croppable(cache: object) -> RewindableCache:
+    """Return a cache that drafts can be taken back from.
+
+    Raises:
+        ValueError: If it cannot.
     """
-    return not (
-        config.return_dict_in_generate
-        or getattr(config, "_has_callers_cache", True)
-        or (observer is not None and observer.hears_rounds)
-        or not type(target).__module__.startswith("transformers.")
-        or not all(type(each).__module__.startswith(_HARMLESS) for each in asked)
-        or (distributed.is_available() and distributed.is_initialized())
-        or not all(map(_is_plain, target.modules()))
-        or (isinstance(drafter, nn.Module) and not all(map(_is_plain, drafter.modules())))
-    )
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether a module's own weights are torch's, and its hooks not of others."""
-    hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
-    weights = module._parameters.values()
-    return all(_origin(hook).startswith(_HARMLESS) for hook in hooks) and all(
-        weight is None or type(weight) is nn.Parameter for weight in weights
-    )
-
-
-def _origin(hook: object) -> str:
-    return getattr(getattr(hook, "func", hook), "__module__", None) or ""  # of a partial, the function's
+    if not (is_static_attention_cache(cache) or getattr(cache, "is_croppable", False)):
+        raise ValueError(
+            f"Assisted generation cannot rewind a {type(cache).__name__}: leave `cache_implementation` out. A cache "
+            "of remote code needs `is_croppable = True` and a `crop(-n)` that takes back the last n tokens."
+        )
+    return cast(RewindableCache, cache)

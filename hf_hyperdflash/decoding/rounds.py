@@ -1,5 +1,8 @@
-"""One forward of the target over drafts, and what stays of it in the cache: a chain, a masked tree, a tree with a copy
-of the sequence for each path, the trees of several sequences, or any of them in a static cache.
+"""One forward of the target over drafts, and what stays of it in the cache.
+
+Where attention masks say all, one forward serves chains and trees of one or several sequences (`SlotRound`). Of other
+targets there is one sequence: a chain in a forward as it is, a tree in a forward that the family's own cache layers
+know of (`MaskedRound`), or a copy of the sequence for each path (`ForkedRound`).
 
 A round's verification positions are, for each sequence, the anchor and the tree's nodes in their order, whatever the
 forward looks like.
@@ -9,25 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from itertools import islice
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
-from transformers.generation.utils import GenerationMixin
+from transformers.cache_utils import DynamicLayer
 
-from ..targets.attention_masks import CausalMasks, attention_mask_for
+from ..targets.attention_masks import attention_mask_for
 from ..targets.caches.name import CACHE
-from ..targets.caches.protocols import RewindableCache, RewindableLayer
-from ..targets.caches.ragged import RaggedCache, RaggedLayer
-from ..targets.caches.slot_forward import SlotForward
+from ..targets.caches.protocols import RewindableCache
+from ..targets.caches.slots import SlotForward, SlotLayer
 from ..targets.target import Target, TargetOutput, TreeVerification
 from ..trees.layout import TreeLayout
 from ..trees.tree import DraftTree
 from .tokens import TokenBuffer
-
-Verification = TreeVerification | Literal["ragged", "slots"]
-"""How the target verifies a batch's drafts. `"ragged"` is a mask over sequences of different length, and `"slots"` is
-the same over a static cache."""
 
 
 class Choices(NamedTuple):
@@ -134,163 +132,56 @@ class ChainRound:
         """Return the places of the forward that a verification position sees, its own last."""
         return list(range(position + 1))
 
-
-class CausalRound(ChainRound):
-    """A chain whose forward gets a view of one mask, where transformers would make one anew in each round.
-
-    Args:
-        target: The target.
-        texts: The tokens of the only sequence.
-        trees: Its drafts.
-        masks: Of the sequence's positions.
-    """
-
-    def __init__(self, target: Target, texts: Many[TokenBuffer], trees: Many[DraftTree], masks: CausalMasks) -> None:
-        super().__init__(target, texts, trees)
-        self.masks = masks
-
-    @staticmethod
-    def fits(target: Target, text: TokenBuffer, kwargs: dict[str, object]) -> bool:
-        """Return whether the target's forward needs no more than this: its layers see all that is before, nothing of
-        the text is padding, and nobody prepares other arguments.
-
-        Args:
-            target: The target.
-            text: The only sequence.
-            kwargs: The arguments that are the same in every round, with the cache.
-        """
-        model = cast(Any, target.model)
-        prepares = getattr(model.prepare_inputs_for_generation, "__func__", None)
-        return (
-            prepares is GenerationMixin.prepare_inputs_for_generation
-            and kwargs.keys() <= {CACHE, "use_cache", "logits_to_keep"}
-            and target.config._attn_implementation == "sdpa"
-            and target.takes_static_caches
-            and not any(target.windows)
-            and text.mask(text.end) is None
-            and text.ids.device == model.device
-        )
-
-    def inputs(self, kwargs: dict[str, object]) -> dict[str, object]:
-        text, start = self.texts[0], self.starts[0]
-        ids = text.with_drafts(self.trees[0].tokens)[:, start:]
-        own = {"input_ids": ids.clone(), "position_ids": text.positions(start, start + self.width)}
-        if self.width > 1:  # else none is needed, and attention without one is faster
-            own["attention_mask"] = self.masks(start, self.width)
-        return {**kwargs, **own, "logits_to_keep": self.width}
-
-
-class PromptRound(ChainRound):
-    """The prompts of a batch, which the target has just run: nothing was drafted, and all of them stays."""
-
-    def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
-        pass
+    def layers_with_keys(self, cache: RewindableCache) -> Many[DynamicLayer | SlotLayer]:
+        """Return the cache layers that attention reads, as the forward left them."""
+        return [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
 
 
 class MaskedRound(ChainRound):
-    """Trees in one forward: true positions, and a mask by which each node sees its ancestors (SpecInfer)."""
+    """A tree in one forward: true positions, and a mask by which each node sees its ancestors (SpecInfer)."""
 
     def __init__(self, target: Target, texts: Many[TokenBuffer], trees: Many[DraftTree]) -> None:
         super().__init__(target, texts, trees)
-        self.layouts = [TreeLayout(tree) for tree in trees]
+        self.layout = TreeLayout(trees[0])
 
     def inputs(self, kwargs: dict[str, object]) -> dict[str, object]:
-        cache, device = cast(RewindableCache, kwargs[CACHE]), self.texts[0].ids.device
-        positions = [
-            text.positions(start, start + 1) + layout.depths.to(device)
-            for text, start, layout in zip(self.texts, self.starts, self.layouts)
-        ]
-        ids = [
-            text.with_drafts(tree.tokens)[:, start:] for text, tree, start in zip(self.texts, self.trees, self.starts)
-        ]
-        inputs = self._prepare(self._filled_up(ids), self.width, kwargs)
-        inputs["position_ids"] = self._filled_up(positions)
-        inputs["attention_mask"] = self._masks(cache, device)
-        self._begin(cache)
+        text, start, cache = self.texts[0], self.starts[0], cast(RewindableCache, kwargs[CACHE])
+        inputs = self._prepare(text.with_drafts(self.trees[0].tokens)[:, start:], self.width, kwargs)
+        inputs["position_ids"] = text.positions(start, start + 1) + self.layout.depths.to(text.ids.device)
+        inputs["attention_mask"] = self._masks(cache)
+        self.target.begin_tree(cache, self.layout)
         return inputs
 
-    def _filled_up(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Join what all sequences have, `[..., batch, width]`, with zeros behind shorter ones."""
-        if len(parts) == 1:
-            return parts[0]
-        pad = torch.nn.functional.pad
-        return torch.cat([pad(part, (0, self.width - part.shape[-1])) for part in parts], dim=-2)
-
-    def _begin(self, cache: RewindableCache) -> None:
-        self.target.begin_tree(cache, self.layouts[0])
-
-    def _past(self, layer: RewindableLayer) -> list[int]:
-        """Return how many keys of each sequence a layer's forward reads beside its own."""
-        return [layer.get_mask_sizes(self.width)[0] - self.width]
-
-    def _masks(
-        self, cache: RewindableCache, device: torch.device
-    ) -> torch.Tensor | BlockMask | dict[str, torch.Tensor | BlockMask]:
-        """Return one mask, or one for each kind of layer if they differ."""
-        masks: dict[str, torch.Tensor | BlockMask] = {}
+    def _masks(self, cache: RewindableCache) -> torch.Tensor | BlockMask | dict[str, torch.Tensor | BlockMask]:
+        """Return one mask, or one for each kind of layer if they differ: first what is in the cache."""
+        text, masks = self.texts[0], cast("dict[str, torch.Tensor | BlockMask]", {})
+        real = text.mask(self.starts[0])
         for layer in cache.layers:
             window = getattr(layer, "sliding_window", None)
             kind = "full_attention" if window is None else "sliding_attention"
             if kind not in masks:
-                mask = self._mask(self._past(layer), window, device)
-                masks[kind] = attention_mask_for(self.target.config._attn_implementation, mask, self.target.dtype)
+                past = layer.get_mask_sizes(self.width)[0] - self.width
+                mask = self.layout.mask(past, window, text.ids.device)
+                if real is not None and past:
+                    mask[:, :past] &= real[0, -past:].bool()
+                implementation = self.target.config._attn_implementation
+                masks[kind] = attention_mask_for(implementation, mask[None, None], self.target.dtype)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _mask(self, past: list[int], window: int | None, device: torch.device) -> torch.Tensor:
-        """Return who sees whom, `[batch, 1, width, max(past) + width]`: first what is in the cache."""
-        masks = []
-        for text, start, layout, seen in zip(self.texts, self.starts, self.layouts, past):
-            mask, real = layout.mask(seen, window, device), text.mask(start)
-            if real is not None and seen:
-                mask[:, :seen] &= real[0, -seen:].bool()
-            masks.append(mask)
-        if len(masks) == 1:
-            return masks[0][None, None]
-        columns = max(past)
-        # What is filled up sees itself, so that it is finite.
-        whole = torch.zeros(len(masks), 1, self.width, columns + self.width, dtype=torch.bool, device=device)
-        whole[..., columns:] = torch.eye(self.width, dtype=torch.bool, device=device)
-        for index, (mask, seen, count) in enumerate(zip(masks, past, self.counts)):
-            whole[index, 0, :count, :seen] = mask[:, :seen]
-            whole[index, 0, :count, columns : columns + count] = mask[:, seen:]
-        return whole
-
     def residual(self, captured: torch.Tensor, index: int, kept: list[int]) -> torch.Tensor:
-        return captured.index_select(1, self.layouts[index].index(kept, captured.device))
+        return captured.index_select(1, self.layout.index(kept, captured.device))
 
     def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
-        self.target.accept(cache, self.layouts[0], kept[0])
+        self.target.accept(cache, self.layout, kept[0])
         self._check_length(cache, kept)
 
     def visible(self, position: int) -> list[int]:
-        return self.layouts[0].paths[position]
-
-
-class RaggedRound(MaskedRound):
-    """The trees of several sequences in one forward, over a [`~targets.caches.ragged.RaggedCache`]."""
-
-    def _begin(self, cache: RewindableCache) -> None:
-        pass
-
-    def _past(self, layer: RewindableLayer) -> list[int]:
-        return cast(RaggedLayer, layer).lengths
-
-    def logits(self, outputs: TargetOutput, index: int) -> torch.Tensor:
-        return outputs.logits[index : index + 1, : self.counts[index]]
-
-    def residual(self, captured: torch.Tensor, index: int, kept: list[int]) -> torch.Tensor:
-        return super().residual(captured[index : index + 1], index, kept)
-
-    def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
-        cast(RaggedCache, cache).accept(kept)
-
-    def abort(self, cache: RewindableCache) -> None:
-        """Do nothing: nobody goes on with this cache."""
+        return self.layout.paths[position]
 
 
 class SlotRound(ChainRound):
-    """Chains or trees of one or several sequences in one forward over a static cache. Rounds of one width have the
-    same shapes, so that they can be compiled: what is beyond a tree's nodes is not looked at.
+    """Chains or trees of one or several sequences in one forward. Compiled rounds of one width have the same shapes:
+    what is beyond a tree's nodes is not looked at.
 
     Args:
         target: The target.
@@ -302,7 +193,7 @@ class SlotRound(ChainRound):
     def __init__(self, target: Target, texts: Many[TokenBuffer], trees: Many[DraftTree], slots: SlotForward) -> None:
         super().__init__(target, texts, trees)
         self.slots, self.width = slots, slots.width_for(self.width, max(self.starts))
-        self.paths = [None if tree.is_chain else TreeLayout(tree).paths for tree in trees]
+        self.layouts = [None if tree.is_chain else TreeLayout(tree) for tree in trees]
         self._chosen: torch.Tensor | None = None
 
     def forward(self, kwargs: dict[str, object]) -> TargetOutput:
@@ -315,19 +206,19 @@ class SlotRound(ChainRound):
             for row, own in zip(rows, tokens):
                 ids[row, : len(own)] = own
         depths, visible = self.slots.chains(self.width)
-        if any(self.paths):
+        is_chain = not any(self.layouts)
+        if not is_chain:
             depths, visible = depths.cpu().clone(), visible.cpu().clone()
-            for row, paths in zip(rows, self.paths):
-                for position, path in enumerate(paths or ()):
-                    depths[row, position] = len(path) - 1
-                    visible[row, position] = False
-                    visible[row, position, path] = True
+            for row, layout, count in zip(rows, self.layouts, self.counts):
+                if layout is not None:
+                    depths[row, :count], visible[row, :count, :count] = layout.depths, layout.ancestors
+                    visible[row, :count, count:] = False
             depths, visible = depths.to(device), visible.to(device)
         of_each = [text.positions(start, start + 1) for text, start in zip(self.texts, self.starts)]
         anchors = torch.cat(of_each, dim=-2)
         if size > len(rows):
             anchors = anchors.new_zeros(*anchors.shape[:-2], size, 1).index_copy(-2, self.slots.index, anchors)
-        outputs, self._chosen = self.slots(ids, anchors, depths, visible, max(self.starts), kwargs)
+        outputs, self._chosen = self.slots(ids, anchors, depths, visible, max(self.starts), is_chain, kwargs)
         return outputs
 
     def choices(self, logits: Many[torch.Tensor]) -> list[Choices]:
@@ -347,14 +238,17 @@ class SlotRound(ChainRound):
         return own[:, : len(kept)] if is_prefix else own[:, torch.tensor(kept, device=own.device)]
 
     def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
-        self.slots.accept(kept, self.width, any(self.paths))
+        self.slots.accept(kept, self.width, any(self.layouts))
 
     def abort(self, cache: RewindableCache) -> None:
         """Do nothing: a round counts no token before it is accepted."""
 
     def visible(self, position: int) -> list[int]:
-        paths = self.paths[0]
-        return list(range(position + 1)) if paths is None else paths[position]
+        layout = self.layouts[0]
+        return list(range(position + 1)) if layout is None else layout.paths[position]
+
+    def layers_with_keys(self, cache: RewindableCache) -> Many[SlotLayer]:
+        return self.slots.cache.layers
 
 
 class ForkedRound(ChainRound):
@@ -416,42 +310,32 @@ def _repeated(value: object, times: int) -> object:
     return value
 
 
-_ROUNDS: dict[Verification, type[ChainRound]] = {"mask": MaskedRound, "fork": ForkedRound, "ragged": RaggedRound}
-
-
-def verification_of(target: Target, cache: RewindableCache) -> TreeVerification:
-    """Return how the target verifies a draft tree of one sequence on top of a cache."""
-    how = target.tree_verification
-    if how == "mask" and not target.can_mask(cache):
-        how = "fork"
-    can_fork = hasattr(cache, "batch_repeat_interleave")  # remote code's own may not
-    return "chain" if how == "fork" and not can_fork else how
-
-
 def round_over(
     target: Target,
-    verification: Verification,
+    verification: TreeVerification,
     texts: Many[TokenBuffer],
     trees: Many[DraftTree],
-    masks: CausalMasks | None = None,
+    slots: SlotForward | None,
 ) -> ChainRound:
     """Return the round that verifies the trees of a batch.
 
     Args:
         target: The target.
-        verification: How it verifies trees.
+        verification: How it verifies a tree of the only sequence.
         texts: The tokens of each sequence.
         trees: The drafts of each.
-        masks: Where the only sequence's chains get their masks from; `None` if transformers makes them.
+        slots: The sequences' cache, where it is one of the loop's own, and what runs the target over it.
 
     Raises:
         ValueError: If one has several paths, and the target verifies none but chains.
     """
-    if verification != "ragged" and trees[0].is_chain:
-        return ChainRound(target, texts, trees) if masks is None else CausalRound(target, texts, trees, masks)
+    if slots is not None:
+        return SlotRound(target, texts, trees, slots)
+    if trees[0].is_chain:
+        return ChainRound(target, texts, trees)
     if verification == "chain":
         raise ValueError(
             f"The drafter made a tree with the parents {trees[0].parents} for a {target.config.model_type} target, "
             "whose trees are not verified: expected a chain of drafts."
         )
-    return _ROUNDS[verification](target, texts, trees)
+    return (MaskedRound if verification == "mask" else ForkedRound)(target, texts, trees)

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationConfig
 
 from ..drafters.sampling import stateless_types
+from .request import Request
 
 _CALLED = ("logits_processor", "stopping_criteria")  # after every token, and some remember what they were called with
 _STOCK_CRITERIA = "transformers.generation.stopping_criteria"  # the module of criteria that keep no state
@@ -38,21 +39,20 @@ class Row(NamedTuple):
 
 
 def rows_of(
-    target: Any,
-    asked: Mapping[str, Any],
-    input_ids: torch.Tensor,
-    model_kwargs: Mapping[str, Any],
+    request: Request,
+    batch: Row,
     config: GenerationConfig,
     prompts: torch.Tensor,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[Row]:
-    """Return the texts of a batch `[rows, seq]`, which transformers has prepared as a whole, by what the caller asked.
-    Of `prompts`, `[prompts, seq]`, each may have several rows.
+    """Return the texts of a batch that transformers has prepared as a whole. Each of `prompts`, `[prompts, seq]`, may
+    have several rows.
 
     Raises:
         ValueError: If a processor or a criterion cannot be copied.
     """
-    rows, called = len(input_ids), {name: list(asked.get(name) or ()) for name in _CALLED}
+    target, asked, rows = cast(Any, request.model), request.arguments, len(batch.ids)
+    called = {name: list(asked.get(name) or ()) for name in _CALLED}
     copies = _Copies([each for given in called.values() for each in given])
     allowed = asked.get("prefix_allowed_tokens_fn")
     of_prompts = {
@@ -62,7 +62,7 @@ def rows_of(
     }
     found = []
     for row in range(rows):
-        copied, arguments = copies.memo(), _arguments_of(model_kwargs, row, rows)
+        copied, arguments = copies.memo(), _arguments_of(batch.arguments, row, rows)
         prompt = row * len(prompts) // rows
         given_processors, given_criteria = (
             [
@@ -73,7 +73,7 @@ def rows_of(
         )
         processors = target._get_logits_processor(
             generation_config=config,
-            input_ids_seq_length=input_ids.shape[1],
+            input_ids_seq_length=batch.ids.shape[1],
             prefix_allowed_tokens_fn=allowed and (lambda _, ids, prompt=prompt: allowed(prompt, ids)),
             logits_processor=given_processors,
             device=prompts.device,
@@ -81,7 +81,7 @@ def rows_of(
             **_arguments_of(of_prompts, row, rows),
         )
         criteria = target._get_stopping_criteria(config, given_criteria, tokenizer=tokenizer)
-        found.append(Row(input_ids[row : row + 1], arguments, processors, criteria))
+        found.append(Row(batch.ids[row : row + 1], arguments, processors, criteria))
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -13,23 +12,21 @@ import torch
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from ..auto.policies import DraftingStats
 from ..drafters.base import Drafter, EmptyContext
 from ..drafters.sampling import DraftRequest, DraftSampler
 from ..targets.caches.name import CACHE
+from ..targets.rope_switch import check_restart
 from ..targets.target import TargetOutput
 from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
 from ..trees.tree import ANCHOR, DraftTree
-from .continuation import context_of, padding_of
+from .continuation import load_context, padding_of
 from .outputs import OutputRecorder
-from .pair import Pair
-from .request import leaves_nothing, tree_budget_asked
+from .request import Request
 from .rounds import ChainRound, Choices
 from .rows import Row
 from .stats import SpeculationStats, clock
@@ -46,78 +43,66 @@ class Sequence:
     """One sequence of a request: its tokens, its settings, and what the drafter knows of it.
 
     Args:
-        pair: A bound target, and the drafter on any device.
-        num_drafts: Most drafted tokens per round. The cache can take back one more.
-        text: The prompt, tokens that are already in the cache included, and what `generate` prepared for it.
-        generation_config: As prepared, too.
-        streamer: The caller's.
-        drafting_stats: Of this drafter with this target, to draft by as many tokens as pay for themselves; `None` for
-            `num_drafts`, or a tree of the size asked for, every round; there is no tree where its size is not settled.
-        is_one_of_several: Whether the request has more of them. Then the target sees none of the prompt's padding.
+        request: The call's.
+        row: The prompt, tokens that are already in the cache included, and what `generate` prepared for it.
+        config: The generation configuration, prepared, too.
 
     Attributes:
+        pair: A bound target, and the drafter on any device.
+        num_drafts: The most drafts of a round. The cache can take back one token more.
+        layer_ids: Layers whose residual streams are read: the drafter's, then those that its observer wants.
+        is_greedy: Whether the target's most probable tokens are written, and nobody asks for more of them.
         context: The drafter's.
         residuals: Residual streams of what is in the target's cache and not yet in the context.
         finished: Whether the text has ended.
-        leaves_nothing: Whether nobody gets hold of what its rounds compute.
+        can_use_inference_mode: Whether nobody gets hold of what its rounds compute.
         streamer_seconds: Seconds in the caller's streamer, which no draft can save.
+
+    Raises:
+        ValueError: If the target starts its cache anew while the text grows.
     """
 
-    def __init__(
-        self,
-        pair: Pair,
-        num_drafts: int,
-        text: Row,
-        generation_config: GenerationConfig,
-        streamer: BaseStreamer | None = None,
-        drafting_stats: DraftingStats | None = None,
-        is_one_of_several: bool = False,
-    ) -> None:
-        target, drafter = self.target, self.drafter = pair.target, pair.drafter
-        self.pair, self.num_drafts = pair, num_drafts
-        self.config, self.streamer, self.drafting_stats = generation_config, streamer, drafting_stats
-        self.processor, self.stopping = text.processors, Stopping(text.criteria)
-        self.sampler = DraftSampler(text.processors, bool(generation_config.do_sample))
-        self.tree_budget = tree_budget_asked(generation_config)
+    def __init__(self, request: Request, row: Row, config: GenerationConfig) -> None:
+        self.request, self.config, self.pair, self.num_drafts = request, config, request.pair, request.num_drafts
+        target, drafter = self.target, self.drafter = request.pair.target, request.pair.drafter
+        self.streamer: BaseStreamer | None = request.arguments.get("streamer")
+        self.processor, self.stopping = row.processors, Stopping(row.criteria)
+        self.sampler = DraftSampler(row.processors, bool(config.do_sample))
         observer = drafter.observer
         self.observer = None if observer is None else observer.begin(target.model, self.sampler.do_sample)
-        self.leaves_nothing = leaves_nothing(
-            target.model, drafter, self.observer, generation_config, [*text.processors, *text.criteria]
-        )
-        self.recorder, self.stats = OutputRecorder(generation_config, target), SpeculationStats()
-        drafter.remember(self.stats)
-        self.kwargs, self.cache = dict(text.arguments), text.arguments[CACHE]
-        skips_padding = is_one_of_several or target.skips_padding
-        self.tokens = self._tokens(text.ids, skips_padding)
-        self.context = context_of(self.cache, drafter)
+        wanted = None if self.observer is None else self.observer.target_layer_ids
+        self.layer_ids: Many[int] = request.pair.facts.layer_ids if wanted is None else wanted
+        self.is_greedy = not (config.do_sample or len(row.processors) or config.return_dict_in_generate)
+        called = [*row.processors, *row.criteria]
+        self.can_use_inference_mode = request.can_use_inference_mode(self.observer, called)
+        self.recorder, self.stats = OutputRecorder(config, target), SpeculationStats()
+        drafter._remember(self.stats)
+        self.kwargs, self.cache = dict(row.arguments), row.arguments[CACHE]
+        mask, positions = self.kwargs.pop("attention_mask", None), self.kwargs.pop("position_ids", None)
+        # In a batch, texts are of different length, so that the target sees no padding of theirs.
+        padding = padding_of(self.cache, mask) if request.rows > 1 or target.skips_padding else 0
+        mask = None if mask is None or bool(mask[:, padding:].all()) else mask[:, padding:]
+        positions = None if positions is None else positions[..., -(row.ids.shape[1] - padding) :]
+        self.tokens = TokenBuffer(row.ids, padding, mask, positions)
+        check_restart(target.config, self.tokens.length, config.max_length, padding)
+        self.context = load_context(self.cache, drafter)
         self.residuals: list[torch.Tensor] = []
         self.finished, self.streamer_seconds, self.now = False, 0.0, clock(target.model.device)
 
-    def _tokens(self, input_ids: torch.Tensor, skips_padding: bool) -> TokenBuffer:
-        mask, positions = self.kwargs.pop("attention_mask", None), self.kwargs.pop("position_ids", None)
-        padding = padding_of(self.cache, mask) if skips_padding else 0
-        mask = None if mask is None or bool(mask[:, padding:].all()) else mask[:, padding:]
-        positions = None if positions is None else positions[..., -(input_ids.shape[1] - padding) :]
-        return TokenBuffer(input_ids, padding, mask, positions)
-
     # Draft
 
-    def allow_nodes(self, most: int | None) -> None:
-        """Let it draft trees of at most so many nodes; `None` for chains."""
-        self.sampler = replace(self.sampler, tree_budget=most)
-
-    def room(self) -> int:
+    def draft_limit(self) -> int:
         """Return how many tokens to draft one after the other: what was asked for, or what fits.
 
         The target adds one of its own, and a tree is no deeper than it has nodes.
         """
-        most = min(self.num_drafts, self.sampler.tree_budget or self.num_drafts)
+        limit = min(self.num_drafts, self.sampler.tree_budget or self.num_drafts)
         if self.target.rope_switch is not None:
             seen = 1 + int(self.tokens.text_positions(self.tokens.end - 1, self.tokens.end))
-            most = int(min(most, self.target.rope_switch.most_drafts(seen)))
-        return max(0, min(most, self.config.max_length - self.tokens.length - 1))
+            limit = int(min(limit, self.target.rope_switch.most_drafts(seen)))
+        return max(0, min(limit, self.config.max_length - self.tokens.length - 1))
 
-    def request(self, count: int, sampler: DraftSampler) -> DraftRequest:
+    def draft_request(self, count: int, sampler: DraftSampler) -> DraftRequest:
         """Return what the drafter is asked for: at most `count` drafts, one after the other."""
         tokens = self.tokens
         if self.context.end < tokens.end - 1:
@@ -167,18 +152,7 @@ class Sequence:
         """Whether a token follows the prompt."""
         return self.tokens.end > self.tokens.prompt_length
 
-    @property
-    def layer_ids(self) -> Many[int]:
-        """Layers whose residual streams are read: the drafter's, then those that its observer wants beside them."""
-        wanted = None if self.observer is None else self.observer.target_layer_ids
-        return self.pair.facts.layer_ids if wanted is None else wanted
-
     # Accept
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the target's most probable tokens are written, and nobody asks for more of them."""
-        return not (self.config.do_sample or len(self.processor) or self.config.return_dict_in_generate)
 
     def accept(
         self,
@@ -259,7 +233,7 @@ class Sequence:
         last = self.stats.accepted[-_FRUITLESS:]
         if torch.float16 not in dtypes or None in dtypes or not last or any(last) or drafter in _told:
             return
-        if not self.pair.scores_are_finite(self.request(1, self.sampler)):
+        if not self.pair.scores_are_finite(self.draft_request(1, self.sampler)):
             _told.add(drafter)
             logger.warning(
                 "The drafter's scores are not finite, so no draft is accepted: it is in %s and its target in %s, and "
@@ -281,24 +255,22 @@ class Stopping:
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         self._ends: set[int] = set()
-        self._most = float("inf")
+        self._max_length = float("inf")
         self._others = StoppingCriteriaList()
         for criterion in criteria:
-            if not self._is_known(criterion):
+            is_known = False
+            if type(criterion) is EosTokenCriteria:
+                self._ends |= set(criterion.eos_token_id.flatten().tolist())
+                is_known = True
+            elif type(criterion) is MaxLengthCriteria:
+                self._max_length = min(self._max_length, criterion.max_length)
+                # Else it has something to say about texts that are longer than the target was made for.
+                longest = criterion.max_position_embeddings
+                is_known = longest is None or criterion.max_length <= longest
+            if not is_known:
                 self._others.append(criterion)
-
-    def _is_known(self, criterion: StoppingCriteria) -> bool:
-        if type(criterion) is EosTokenCriteria:
-            self._ends |= set(criterion.eos_token_id.flatten().tolist())
-            return True
-        if type(criterion) is MaxLengthCriteria:
-            self._most = min(self._most, criterion.max_length)
-            # Else it has something to say about texts that are longer than the target was made for.
-            longest = criterion.max_position_embeddings
-            return longest is None or criterion.max_length <= longest
-        return False
 
     def __call__(self, token: int, text: TokenBuffer, scores: Many[torch.Tensor]) -> bool:
         """Return whether a text, which ends in `token`, is finished."""
         is_over = bool(self._others(text.ids, tuple(scores) or None).all()) if self._others else False
-        return is_over or token in self._ends or text.length >= self._most
+        return is_over or token in self._ends or text.length >= self._max_length

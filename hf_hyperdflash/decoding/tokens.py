@@ -31,15 +31,13 @@ class TokenBuffer:
         self._written = ids.shape[1]
         self._new: list[int] = []  # that are not in the buffer yet
         self._buffer, self._mask = ids, mask
-        self._positions = self._prompt_positions(mask, position_ids)
-
-    def _prompt_positions(self, mask: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor:
-        if given is not None:
-            before = given[..., :1] + torch.arange(given.shape[-1] - self.prompt_length, 0, device=given.device)
-            return torch.cat([before, given], dim=-1)
-        if mask is not None:
-            return (mask.cumsum(-1) - 1).clamp(min=0)
-        return torch.arange(self.prompt_length, device=self._buffer.device)[None]
+        if position_ids is not None:
+            before = torch.arange(position_ids.shape[-1] - self.prompt_length, 0, device=position_ids.device)
+            self._positions = torch.cat([position_ids[..., :1] + before, position_ids], dim=-1)
+        elif mask is not None:
+            self._positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        else:
+            self._positions = torch.arange(self.prompt_length, device=ids.device)[None]
 
     def _grow(self, more: int) -> None:
         needed = self.length + more

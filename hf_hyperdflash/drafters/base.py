@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..targets.caches.slot_forward import CompiledForwards
+from ..targets.compiled import CompiledForwards
 from ..targets.registry import check_layers, check_vocabulary
 from ..targets.target import Target
 from ..trees.tree import DraftTree
@@ -63,7 +63,7 @@ class Observer:
 
     def add_round(self, context: Context, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
         """Hear what the target said about a round. With an observer that has this method no round runs in inference
-        mode, in which nothing can be kept to learn from ([`~decoding.request.leaves_nothing`]).
+        mode, in which nothing can be kept to learn from ([`~decoding.request.Request`]).
 
         Args:
             context: The drafter's, of the sequence.
@@ -289,7 +289,7 @@ class Drafter:
         one could not draft (beams, for example, are transformers' own)."""
         return _last_stats.by_drafter.get(self)
 
-    def remember(self, stats: SpeculationStats | None) -> None:
+    def _remember(self, stats: SpeculationStats | None) -> None:
         """Make `stats` this thread's last."""
         _last_stats.by_drafter[self] = stats
 

@@ -39,29 +39,3 @@ def attention_mask_for(implementation: str | None, mask: torch.Tensor, dtype: to
         f"`attn_implementation` is {implementation!r}, which cannot mask blocks of several anchors: train with "
         "'sdpa' or 'flex_attention', and draft so where layers are causal or windows count from each slot."
     )
-
-
-class CausalMasks:
-    """Masks of the last positions of a text, each of which sees all that is before: views of one mask, which is made
-    once, and again when a text has outgrown it.
-
-    Args:
-        device: Of the masks.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._most_queries, self._most_past = device, 0, 0
-        self._whole = torch.empty(0)
-
-    def __call__(self, past: int, queries: int) -> torch.Tensor:
-        """Return who sees whom, boolean `[1, 1, queries, past + queries]`.
-
-        Args:
-            past: How many keys there are of the tokens before.
-            queries: The number of positions.
-        """
-        if queries > self._most_queries or past > self._most_past:
-            rows, before = max(queries, self._most_queries), 2 * past
-            self._whole = torch.ones(1, 1, rows, before + rows, dtype=torch.bool, device=self._device).tril(before)
-            self._most_queries, self._most_past = rows, before
-        return self._whole[:, :, :queries, self._most_past - past : self._most_past + queries]

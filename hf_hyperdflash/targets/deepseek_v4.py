@@ -132,17 +132,15 @@ class DeepseekV4(HyperConnected):
                 lengths.add(entries * layer.compress_rate + (0 if buffered is None else buffered.shape[1]))
         return lengths
 
-    def attention_keys(
-        self, layer: RewindableLayer, keys: int, count: int, visible: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attention_keys(self, layer: RewindableLayer, keys: int, count: int, visible: list[int]) -> torch.Tensor:
         """Return where a token finds its keys, as the base does: compressed entries, one per closed window, come
         last."""
         if not hasattr(layer, "entry_count"):
             return super().attention_keys(layer, keys, count, visible)
         compressed = cast(RewindableHCACacheLayer, layer)
         keys -= compressed.entries_in_round("compressor")
-        token_keys, _ = super().attention_keys(layer, keys, count, visible)
-        return token_keys, keys + compressed.entries_seen("compressor", visible[-1], count)
+        entries = keys + compressed.entries_seen("compressor", visible[-1], count)
+        return torch.cat([super().attention_keys(layer, keys, count, visible), entries])
 
     # Draft trees
 

@@ -331,22 +331,21 @@ class Target:
             for name, (dim, part) in parts.items():
                 setattr(layer, name, part.narrow(dim, 0, min(start, part.shape[dim])))
 
-    def attention_keys(
-        self, layer: RewindableLayer, keys: int, count: int, visible: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where, in a verification round's attention weights, a token finds its keys.
+    def attention_keys(self, layer: RewindableLayer, keys: int, count: int, visible: list[int]) -> torch.Tensor:
+        """Return where, in a verification round's attention weights, a token finds its keys: of its window's tokens in
+        the order of the text, then of what else there was for it.
 
         Args:
             layer: Of the cache, as the round left it.
             keys: How many keys the weights are over.
             count: Verification positions of the round.
             visible: Those that the token sees, its own last.
-
-        Returns:
-            The keys of tokens, in the order of the text, and the other entries that were there for the token.
         """
-        past = keys - count
-        return torch.cat([torch.arange(past), past + torch.tensor(visible)]), torch.arange(0)
+        columns_of = getattr(layer, "columns_of", None)
+        if columns_of is not None:  # of a cache of rounds
+            return cast(torch.Tensor, columns_of(visible))
+        past, window = keys - count, getattr(layer, "sliding_window", None) or keys
+        return torch.cat([torch.arange(past), past + torch.tensor(visible)])[-window:]
 
 
 def _parts_of(layer: object) -> dict[str, tuple[int, torch.Tensor]]:

@@ -369,7 +369,7 @@ def test_a_pipeline_batches(qwen3):
     assert [len(of) for of in drawn] == [2, 2, 2] and len(drafter.last_stats.rows) == 6
     assert all(one["generated_text"].startswith(text) for text, of in zip(texts, drawn) for one in of)
     drafter.bind(qwen3, as_default=True)
-    drafter.remember(None)
+    drafter._remember(None)
     assert pipe(texts, batch_size=3, **options) == expected and len(drafter.last_stats.rows) == 3
 
 

@@ -123,7 +123,8 @@ def test_a_round_that_is_interrupted_in_any_part_is_taken_back(family, part, cac
         assert len({layer.indexer_keys.shape[1] for layer in cache.layers if hasattr(layer, "indexer_keys")}) <= 1
 
 
-@pytest.mark.parametrize("family", WATCHED)
+# Where rounds have a cache of their own, a token counts when it is accepted: there is nothing to take back.
+@pytest.mark.parametrize("family", [family for family in WATCHED if family not in families.MASKED])
 def test_a_round_that_is_interrupted_inside_a_write_is_refused(family):
     turn = Turn(family, RandomChains)
     places = {name: place for place, name in enumerate(turn.writes(ROUND, inside=True), 1)}

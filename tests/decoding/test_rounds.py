@@ -165,11 +165,12 @@ OWN = {"token_type_ids": torch.zeros(1, 18, dtype=torch.long)}
     ("kind", "options", "attention"),
     [(None, PADDED, "sdpa"), (OwnPreparation, {}, "sdpa"), (OwnArgument, OWN, "sdpa"), (None, {}, "eager")],
 )
-def test_a_chain_gets_what_the_models_own_preparation_makes(kind, options, attention):
-    """Only where layers see all is a chain's mask made here."""
+def test_a_round_gets_what_the_models_own_preparation_makes(kind, options, attention):
     target, ids = families.qwen3().eval(), prompt(9).repeat(1, 2)
     target.__class__ = kind or type(target)
     target.set_attn_implementation(attention)
     options = dict(do_sample=False, max_new_tokens=12, **options)
     expected = target.generate(ids, **options)
-    assert torch.equal(bind(target).generate(ids, assistant_model=PromptLookupDrafter(target), **options), expected)
+    bind(target)
+    for drafter in PromptLookupDrafter(target), RandomTrees(target, [expected[0]]):
+        assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from torch.profiler import profile
 from transformers import CompileConfig, DynamicCache, StaticCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from hf_hyperdflash import PromptLookupDrafter, bind, unbind
 from hf_hyperdflash.auto.policies import ChainPolicy
 from hf_hyperdflash.drafters.saved import SavedDrafter
-from hf_hyperdflash.targets.caches import slot_forward
+from hf_hyperdflash.targets import compiled
 from hf_hyperdflash.targets.caches.name import CACHE
-from hf_hyperdflash.targets.caches.slot_forward import CompiledGraph
-from hf_hyperdflash.targets.caches.static import SlotCache
+from hf_hyperdflash.targets.caches.slots import SlotCache, move_in_slots
+from hf_hyperdflash.targets.compiled import CompiledGraph
 from hf_hyperdflash.trees.layout import TreeLayout
 from hf_hyperdflash.trees.tree import DraftTree
 
@@ -102,10 +102,14 @@ def test_trees_that_have_no_room_are_cut():
     st.sampled_from([None, 3, 5, 8]),
     st.integers(1, 20),
     st.integers(1, 3),
+    st.booleans(),
 )
-def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size):
+def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size, is_static):
     """Round after round: each position sees, in the order of the text, the tokens that it is to see, and no others."""
-    layer = StaticLayer(200) if window is None else StaticSlidingWindowLayer(200, sliding_window=window)
+    if is_static:
+        layer = StaticLayer(200) if window is None else StaticSlidingWindowLayer(200, sliding_window=window)
+    else:  # whose slots become more
+        layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
     lengths = [prompt_length - min(row, prompt_length - 1) for row in range(size)]
     numbers = torch.zeros(size, 1, prompt_length, 1)
     texts = []
@@ -115,13 +119,13 @@ def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size):
     layer.update(numbers, -numbers)
     stock = DynamicCache()
     stock.layers = [layer]
-    cache, count = SlotCache(stock, [window], lengths, width=9), 100
+    cache, count = SlotCache(stock, [window], lengths, width=9 if is_static else 2), 100
     for parents, choice in rounds:
         layout = TreeLayout(DraftTree(torch.zeros(len(parents)), tuple(parents)))
         width = len(layout)
         new = torch.arange(count, count + size * width).view(size, 1, width, 1).float()
         count += size * width
-        cache.look_at(max(map(len, texts)) + width)
+        cache.begin(max(map(len, texts)), width)
         keys, values = cache.layers[0].update(new, -new)
         assert window or keys.shape[2] == max(map(len, texts)) + width
         visible = layout.ancestors.repeat(size, 1, 1)
@@ -138,13 +142,14 @@ def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size):
         places = torch.arange(width).repeat(size, 1)
         old = places.clone()
         old[:, : len(path)] = torch.tensor(path)
-        cache.layers[0].move(old, places)
+        move_in_slots(cache, old, places)
         cache.starts += len(path)
     if size == 1:
         cache.give_back()
         assert int(layer.get_seq_length()) == len(texts[0])
-        held = texts[0][-layer.max_cache_len :]
+        held = texts[0][-layer.max_cache_len :] if is_static else texts[0][1 - window if window else 0 :]
         assert layer.keys[0, 0, : len(held), 0].tolist() == held
+        assert is_static or layer.keys.shape[2] == len(held)
 
 
 # Compiled
@@ -207,7 +212,7 @@ def test_compiled_rounds_draft_and_write_what_eager_ones_do(
 ):
     """Whatever is asked for, until the last of several texts has ended; then other prompts compile nothing."""
     monkeypatch.setattr(SavedDrafter, "_is_launch_bound", is_launch_bound)
-    monkeypatch.setattr(slot_forward, "LEAST_VIEW", 16)  # so that rounds look at 32 and 64 slots
+    monkeypatch.setattr(compiled, "LEAST_VIEW", 16)  # so that rounds look at 32 and 64 slots
     pair = Pair(family, kind)
     first, *others = (row[max(lengths) :] for row in pair.write(lengths)[0])
     # The first text ends before the others.
@@ -230,7 +235,7 @@ AUTO = [("none", 1, False), ("specblock", 1, True), ("eagle3", 3, True), ("medus
 def test_auto_admits_of_a_graph_what_it_admits_eagerly(kind, texts, is_launch_bound, counted, monkeypatch):
     """On an accelerator a graph drafts all that there may be, and only what was learned so far is new to it."""
     monkeypatch.setattr(SavedDrafter, "_is_launch_bound", is_launch_bound)
-    monkeypatch.setattr(slot_forward, "_SLOW_CALLS", 0)  # or nothing is learned from the first rounds
+    monkeypatch.setattr(compiled, "_SLOW_CALLS", 0)  # or nothing is learned from the first rounds
     pair, seconds = Pair(families.qwen3, kind), []
     monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds))
     note = pair.note
@@ -321,7 +326,7 @@ def test_compiled_turns_and_eager_ones(counted):
 @pytest.mark.nightly  # every number of drafts is compiled
 def test_auto_learns_nothing_from_rounds_that_compile(counted, monkeypatch):
     """Nor from the next ones of these shapes, in which a GPU records what it replays later."""
-    monkeypatch.setattr(slot_forward, "_SLOW_CALLS", 1)
+    monkeypatch.setattr(compiled, "_SLOW_CALLS", 1)
     target, own = target_and_own(families.qwen3)
     drafter, rounds, graphs = trained_kinds(target)["state"], [], [0]
     options = dict(cache_implementation="static", max_cache_len=90, compile_config=compiling(), **GREEDILY)
@@ -339,7 +344,7 @@ def test_auto_learns_nothing_from_rounds_that_compile(counted, monkeypatch):
         assert torch.equal(text, own.generate(ids, max_new_tokens=40, **GREEDILY))
     assert all(told == compiled for told, compiled in rounds) and 2 < sum(told for told, _ in rounds) < len(rounds) / 2
     rounds.clear()
-    monkeypatch.setattr(slot_forward, "_SLOW_CALLS", 10**6)
+    monkeypatch.setattr(compiled, "_SLOW_CALLS", 10**6)
     target.generate(prompt(9), assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=20, **options)
     assert rounds and all(told for told, _ in rounds)
 

@@ -112,7 +112,6 @@ def test_v4s_experts_are_fp4_by_its_config_json_alone(tmp_path):
 # Private names of other packages, by who has them, and what we lean on each for.
 PRIVATE = [
     (GenerationMixin, {
-        "_prepare_generation_config": "to take `tree_budget`, and `num_assistant_tokens` before defaults fill it in",
         "_prepare_cache_for_generation": "to make the cache's layers rewindable",
         "_assisted_decoding": "to run our loop",
         "_get_candidate_generator": "to hand our drafts to transformers' loop",
@@ -168,7 +167,6 @@ PRIVATE = [
     # What is set on objects, by the source that sets it.
     (transformers.generation.utils, {
         "_pad_token_tensor": "to fill up a batch",
-        **({} if transformers.__version__.startswith("5.17.") else {"_mask_length": "to go on from a cache"}),
     }),
     (transformers.dynamic_module_utils, {
         "_dot_": "to know a drafter's repository by the name of its module",
@@ -195,8 +193,8 @@ PRIVATE = [
 
 # Strings and attributes that look like these and are our own, or the standard library's.
 OURS = {
-    "_hyperdflash_context", "_hyperdflash_padding", "_hyperdflash_starts_only", "_hyperdflash_torn", "_asdict",
-    "_has_callers_cache", "_num_draft_tokens", "_num_drafts_asked", "_replace", "_acceptance", "_codebook",
+    "_hyperdflash_context", "_hyperdflash_padding", "_hyperdflash_torn", "_asdict",
+    "_num_draft_tokens", "_replace", "_acceptance", "_codebook",
     "_features", "_normalize_context_k", "_runtime", "_VERBOSITY", "_DISABLE_PROGRESS_BARS", "_abc_impl",
     "_backward_cls", "_token_id", "_token",
 }  # fmt: skip
@@ -212,7 +210,7 @@ def test_each_private_thing_that_we_lean_on_is_there():
 
 
 def test_no_other_private_thing_is_leaned_on():
-    known = OURS.union({"_mask_length"}, *(purposes for _, purposes in PRIVATE))  # which 5.17 has not
+    known = OURS.union(*(purposes for _, purposes in PRIVATE))
     others = sorted((reached_into() | overridden()) - known)
     assert not others, f"Give {others} lines in PRIVATE: who has it, and what for."
 

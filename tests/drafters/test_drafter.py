@@ -160,7 +160,7 @@ def test_a_default_drafts_for_who_names_none():
 
     def drafting(**given):
         for each in (drafter, other):
-            each.remember(None)
+            each._remember(None)
         assert torch.equal(target.generate(**{"input_ids": ids, **given}, **options), expected)
         return [each for each in (drafter, other) if each.last_stats is not None]
 

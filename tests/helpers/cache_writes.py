@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers.cache_utils import Cache
 
+from hf_hyperdflash.targets.caches.slots import SlotLayer
+
 
 class CacheWrites:
     """Counts writes in one of the forwards of a target, and interrupts it after one of them.
@@ -35,10 +37,10 @@ class CacheWrites:
 
     @contextmanager
     def of(self, cache: Any) -> Iterator[CacheWrites]:
-        """Watch the layers that a cache has, and those that it is given meanwhile, which are of the same classes."""
+        """Watch the layers of rounds, and those that a cache has or is given, if it has one of their class."""
         handles = [self.target.register_forward_pre_hook(self._begin), self.target.register_forward_hook(self._end)]
         with pytest.MonkeyPatch.context() as patched:
-            for kind in {type(layer) for layer in getattr(cache, "layers", ())}:
+            for kind in {SlotLayer, *(type(layer) for layer in getattr(cache, "layers", ()))}:
                 for name, method in _methods(kind).items():
                     patched.setattr(kind, name, self._watched(method, f"{kind.__name__}.{name}"))
                 patched.setattr(kind, "__setattr__", self._set)

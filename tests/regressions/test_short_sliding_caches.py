@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, StaticSlidingWindowLayer
 
 from hf_hyperdflash import HyperDFlashDrafter, bind
 from hf_hyperdflash.targets.caches.name import CACHE
-from hf_hyperdflash.targets.caches.static import SlotCache
+from hf_hyperdflash.targets.caches.slots import SlotCache
 
 from ..conftest import prompt
 from ..decoding.test_static_caches import compiling

@@ -59,7 +59,7 @@ def test_a_target_is_bound_as_long_as_a_drafter_has_bound_it(target, drafter):
     other.bind(target)
     stranger.unbind(target)  # which never bound it
     drafter.unbind(target)
-    drafter.remember(None)
+    drafter._remember(None)
     assert torch.equal(greedy(target, ids), expected)  # with no default any more
     assert other.last_stats is None and drafter.last_stats is None
     assert torch.equal(greedy(target, ids, assistant_model=other), expected) and other.last_stats.rounds

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...decoding.request import AUTO
-from ...decoding.rounds import verification_of
 from ...drafters.base import Drafter
-from ...targets.caches.protocols import RewindableCache
 from ...targets.registry import target_of
 from ...training.trials import Local, run
 from ..intervals import Interval, drawn_ratios, interval
@@ -82,8 +80,7 @@ def _settings(target: PreTrainedModel, drafter: Drafter) -> list[dict[str, int |
     most = drafter.max_draft_tokens or 6
     counts: list[int | str] = [*sorted({max(1, most // 4), max(1, most // 2), most}), AUTO]
     found: list[dict[str, int | str]] = [{"num_assistant_tokens": count} for count in counts]
-    cache = cast(RewindableCache, DynamicCache(config=target.config))
-    if verification_of(target_of(target), cache) != "chain":
+    if target_of(target).tree_verification != "chain":
         found.append({"num_assistant_tokens": most, "tree_budget": AUTO})
     return found
 

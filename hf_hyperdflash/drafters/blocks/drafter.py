@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...targets.attention_masks import AttentionMask, attention_mask_for
-from ...targets.caches.slot_forward import CompiledForwards
+from ...targets.compiled import CompiledForwards
 from ...targets.target import Target, soft_capped
 from ...trees.growth import AskedDrafts, GrownChains, GrownNodes, grow_in_graph
 from ...trees.tree import DraftTree, are_trees_kept

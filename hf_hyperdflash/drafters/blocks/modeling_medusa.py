@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ...targets.caches.slot_forward import CompiledForwards
+from ...targets.compiled import CompiledForwards
 from ...targets.target import Target
 from ...trees.growth import AskedDrafts, DraftStep, GrownChains, GrownNodes, grow_in_graph
 from ...trees.tree import DraftTree

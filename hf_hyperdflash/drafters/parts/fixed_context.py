@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedConfig
 
-from ...targets.caches.slot_forward import CompiledForwards, view_for
-from ...targets.caches.static import keep_addresses, write_columns
+from ...targets.caches.slots import write_columns
+from ...targets.compiled import CompiledForwards, keep_addresses, view_for
 from ..sampling import Context, DraftRequest
 from .block_attention import AttentionSpan
 from .entry_context import EntryContext
@@ -20,7 +20,7 @@ class CompiledContext(Context, Protocol):
     """The context of a text whose rounds are compiled.
 
     Attributes:
-        compiled: Runs functions compiled ([`~targets.caches.slot_forward.CompiledForwards`]) while rounds do; else
+        compiled: Runs functions compiled ([`~targets.compiled.CompiledForwards`]) while rounds do; else
             `None`.
     """
 

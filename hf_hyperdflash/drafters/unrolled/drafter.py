@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...targets.attention_masks import attention_mask_for
-from ...targets.caches.slot_forward import CompiledForwards
+from ...targets.compiled import CompiledForwards
 from ...targets.registry import target_of
 from ...targets.target import Target
 from ...trees.growth import AskedDrafts, GrownChains, GrownNodes

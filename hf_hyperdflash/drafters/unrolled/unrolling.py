@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...targets.caches.slot_forward import view_for
+from ...targets.compiled import view_for
 from ...targets.target import Target
 from ...trees.growth import AskedDrafts, DraftStep, GrownChains, GrownNodes, best_chances, grow_in_graph
 from ...trees.padding import Padding

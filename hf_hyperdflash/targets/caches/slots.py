@@ -1,0 +1,586 @@
+"""The cache of rounds: keys and values of one or several sequences, from which drafts can be taken back, and the
+target's forward over it.
+
+It is made of transformers' dynamic or static cache after the prompts, and gives the text's keys back at the end. Of a
+static one all shapes stay from the first round to the last, so that compiled rounds need to be compiled once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+from transformers.generation.utils import GenerationMixin
+
+from ..attention_masks import AttentionMask, attention_mask_for
+from ..compiled import CompiledForwards, keep_addresses, view_for
+from ..hooks import ResidualCapture
+from ..target import Target, TargetOutput
+from .name import CACHE
+
+# Arguments that are another in each round.
+_OWN = (CACHE, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "logits_to_keep")
+_GROWTH = 256  # columns that a dynamic layer gets at once: more would be memory for nothing
+
+
+def is_of_plain_layers(cache: object) -> bool:
+    """Return whether the layers of a cache are all of attention, and transformers' own, so that a [`SlotCache`] can be
+    made of it. One that is offloaded layer by layer is to stay so."""
+    known = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+    layers = getattr(cache, "layers", ())
+    is_plain = bool(layers) and all(type(layer) in known and layer.is_initialized for layer in layers)
+    return is_plain and not getattr(cache, "offloading", False)
+
+
+def write_columns(buffer: torch.Tensor, columns: torch.Tensor, states: torch.Tensor) -> None:
+    """Write keys or values `[batch, heads, count, head_dim]` to the columns `[batch, count]` of each row of a buffer
+    `[batch, heads, capacity, head_dim]`."""
+    if buffer.shape[0] == 1:
+        buffer.index_copy_(2, columns[0], states)
+    else:
+        buffer.scatter_(2, columns[:, None, :, None].expand_as(states), states)
+
+
+class SlotLayer(StaticLayer):
+    """A layer during the rounds of one or several sequences.
+
+    Token `t` of a sequence lies in slot `t % capacity`. Full attention has a slot for each token. A sliding window's
+    slots go round: there are as many as the window and a round need together, so that rejected drafts overwrite
+    nothing that is still seen. To take drafts back is to count fewer tokens.
+
+    Args:
+        layer: The stock layer after the prompts, several padded on the left. A static one of full attention gives its
+            buffers; instead of a dynamic one's there are buffers that grow.
+        window: How many tokens a position sees, itself included; `None` for all.
+        lengths: Tokens of each sequence's prompt.
+        starts: How many tokens of each sequence there are, `[batch]` on the device, one tensor for all layers. A
+            round's forward writes behind them.
+        width: The most verification positions of a round.
+
+    Attributes:
+        capacity: The number of slots.
+        attended: How many of them a round's attention reads, from the first on ([`SlotCache.begin`]).
+        columns: Where an eager round writes, the same in all sequences or `[batch, positions]`; `None` where the
+            forward finds out itself.
+    """
+
+    _layer_type = None  # else it would be registered for all of transformers
+
+    def __init__(
+        self,
+        layer: StaticLayer | DynamicLayer,
+        window: int | None,
+        lengths: Sequence[int],
+        starts: torch.Tensor,
+        width: int,
+    ) -> None:
+        is_sliding = isinstance(layer, (StaticSlidingWindowLayer, DynamicSlidingWindowLayer))
+        self.kind = "sliding_attention" if is_sliding or window is not None else "full_attention"
+        self.window, self.is_static = window, isinstance(layer, StaticLayer)
+        # A caller's dynamic layer that keeps all tokens has to hold them at the end, whatever the window is.
+        self.goes_round = window is not None and is_sliding
+        if self.goes_round:
+            self.capacity = cast(int, window) - 1 + width
+        else:
+            self.capacity = layer.max_cache_len if isinstance(layer, StaticLayer) else max(lengths) + _GROWTH
+        super().__init__(self.capacity)
+        self.attended, self.columns = self.capacity, cast("slice | torch.Tensor | None", None)
+        self.starts, self.is_initialized = starts, True
+        self.device = layer.device
+        # Tensors of their own over the same memory: transformers has marked its own, which a graph of packed weights
+        # would keep for good, whatever cache comes next.
+        self.keys = self._in_slots(cast(torch.Tensor, layer.keys), lengths, layer).detach()
+        self.values = self._in_slots(cast(torch.Tensor, layer.values), lengths, layer).detach()
+        if self.is_static:
+            keep_addresses(self.keys, self.values)
+        elif len(lengths) == 1 and not self.goes_round:
+            self.give_back(layer, lengths[0])  # so that no text is held twice
+
+    def _in_slots(
+        self, states: torch.Tensor, lengths: Sequence[int], layer: StaticLayer | DynamicLayer
+    ) -> torch.Tensor:
+        """Return a layer's keys or values with each sequence's tokens in their slots."""
+        seen, slots = int(layer.get_seq_length()), states
+        if self.is_static and not self.goes_round and min(lengths) == seen:
+            return states
+        held = min(seen, states.shape[2])  # columns, the last ones of the padded prompts
+        if self.goes_round or not self.is_static:
+            shape = *states.shape[:2], self.capacity, states.shape[3]
+            slots = torch.zeros(shape, dtype=states.dtype, device=self.device)  # an offloaded layer's states are not
+        for index, length in enumerate(lengths):
+            kept = min(length, held, self.capacity)
+            own = torch.arange(length - kept, length, device=slots.device) % self.capacity
+            slots[index, :, own] = states[index, :, held - kept : held].to(slots.device, copy=slots is states)
+        return slots
+
+    def make_room(self, longest: int, width: int) -> None:
+        """Let a dynamic layer have slots for a round.
+
+        Args:
+            longest: Tokens of the longest sequence before its anchor.
+            width: Verification positions.
+        """
+        pad, window = torch.nn.functional.pad, self.window or 0
+        more = (window - 1 if self.goes_round else longest) + width - self.capacity
+        if self.is_static or more <= 0:
+            return
+        keys, values = cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
+        more += 0 if self.goes_round else _GROWTH
+        self.keys, self.values = pad(keys, (0, 0, 0, more)), pad(values, (0, 0, 0, more))
+        if self.goes_round:  # a tree is wider than was to be expected, and where a token lies depends on the capacity
+            for row, length in enumerate(self.starts.tolist()):
+                tokens = torch.arange(max(0, length - window + 1), length, device=self.device)
+                old, new = tokens % self.capacity, tokens % (self.capacity + more)
+                self.keys[row, :, new], self.values[row, :, new] = keys[row, :, old], values[row, :, old]
+        self.capacity += more
+
+    def _slots(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the slots of places of the round, 0 for the anchor's, `[batch, places]`."""
+        return ((self.starts[:, None] + places) % self.capacity).to(self.device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the keys and values of a round, `[batch, heads, positions, head_dim]`, and return those attended."""
+        assert self.keys is not None and self.values is not None
+        columns = self.columns
+        if columns is None:
+            columns = self._slots(torch.arange(key_states.shape[2], device=self.starts.device))
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            if isinstance(columns, slice):
+                buffer[:, :, columns] = states
+            else:
+                write_columns(buffer, columns, states)
+        return self.keys[:, :, : self.attended], self.values[:, :, : self.attended]
+
+    def move(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
+        """Move tokens to other slots, all at once: from `sources` `[batch, tokens]` to `slots`."""
+        for buffer in (cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)):
+            if len(buffer) == 1:
+                buffer.index_copy_(2, slots[0], buffer.index_select(2, sources[0]))
+            else:
+                shape = *buffer.shape[:2], sources.shape[1], buffer.shape[3]
+                moved = buffer.gather(2, sources[:, None, :, None].expand(shape))
+                buffer.scatter_(2, slots[:, None, :, None].expand(shape), moved)
+
+    def mask(self, visible: torch.Tensor, depths: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        """Return which slots each verification position sees.
+
+        Args:
+            visible: Which positions it sees, boolean `[batch, positions, positions]`.
+            depths: The distance of each position from the anchor in tokens, `[batch, positions]`.
+            real: Which tokens are no padding, boolean `[batch, tokens]`; `None` if all are.
+
+        Returns:
+            Boolean `[batch, 1, positions, attended]`.
+        """
+        starts, count = self.starts[:, None], depths.shape[1]
+        # Of each slot: its place in the round, or the token of before the round that it holds.
+        place = (torch.arange(self.attended, device=starts.device) - starts) % self.capacity
+        token = starts - self.capacity + place
+        is_before, is_of_round = (place >= count) & (token >= 0), place < count
+        if real is not None:
+            is_real = real.gather(1, token.clamp(min=0, max=real.shape[1] - 1))
+            is_before = is_before & (is_real | (token >= real.shape[1]))
+        place = place.clamp(max=count - 1)
+        of_round = visible.gather(2, place[:, None].expand(-1, count, -1))
+        mask = torch.where(is_of_round[:, None], of_round, is_before[:, None])
+        if self.window is not None:
+            depth = torch.where(is_of_round, depths.gather(1, place), token - starts)
+            mask = mask & (depths[:, :, None] - depth[:, None] < self.window)
+        return mask[:, None]
+
+    def columns_of(self, visible: Sequence[int]) -> torch.Tensor:
+        """Return the slots of all tokens of the only sequence that a position sees, in the order of the text.
+
+        Args:
+            visible: The positions of the round that it sees, its own last.
+        """
+        start = int(self.starts)
+        tokens = [*range(start), *(start + place for place in visible)]
+        return torch.tensor(tokens[-cast(int, self.window) :] if self.goes_round else tokens) % self.capacity
+
+    def give_back(self, layer: StaticLayer | DynamicLayer, length: int) -> None:
+        """Make the stock layer, which this one was made of, hold the `length` tokens of the only sequence."""
+        keys, values = cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
+        most = length
+        if self.goes_round:
+            most = layer.max_cache_len if isinstance(layer, StaticLayer) else cast(int, self.window) - 1
+            last = torch.arange(length - min(length, most), length, device=self.device) % self.capacity
+            keys, values = keys[:, :, last], values[:, :, last]
+        if not isinstance(layer, StaticLayer):
+            layer.keys, layer.values = keys[:, :, :length], values[:, :, :length]
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = length
+            return
+        if self.goes_round:
+            assert layer.keys is not None and layer.values is not None
+            layer.keys[:, :, : keys.shape[2]], layer.values[:, :, : keys.shape[2]] = keys, values
+        layer.cumulative_length.fill_(length)
+        if isinstance(layer, StaticSlidingWindowLayer):
+            layer.cumulative_length_int = length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.attended, 0
+
+    def get_seq_length(self) -> int:  # type: ignore[override]
+        """Return the number of tokens of the longest sequence."""
+        return int(self.starts.max())
+
+
+class SlotCache(Cache):
+    """A cache during the rounds of one or several sequences.
+
+    Args:
+        cache: One that [`is_of_plain_layers`], after the prompts, several padded on the left.
+        windows: Of each layer, `None` for full attention.
+        lengths: Tokens of each sequence's prompt.
+        width: The most verification positions of a round.
+
+    Attributes:
+        starts: How many tokens of each sequence there are, `[batch]`.
+        capacity: The most tokens of a sequence; `None` if no layer sets a limit.
+        capture: Of the residual streams of a compiled forward.
+    """
+
+    layers: list[SlotLayer]  # type: ignore[assignment]
+
+    def __init__(self, cache: Cache, windows: Sequence[int | None], lengths: Sequence[int], width: int) -> None:
+        self.stock, self.is_of_one = cache, len(lengths) == 1
+        self.starts = torch.tensor(lengths, device=cast(StaticLayer, cache.layers[0]).device)
+        keep_addresses(self.starts)
+        layers = [
+            SlotLayer(cast(StaticLayer, layer), window, lengths, self.starts, width)
+            for layer, window in zip(cache.layers, windows)
+        ]
+        super().__init__(layers=[*layers])
+        limits = (layer.capacity for layer in layers if layer.is_static and layer.window is None)
+        self.capacity = min(limits, default=None)
+        self.capture: ResidualCapture | None = None
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What a compiled forward depends on: the sequences, the slots of each kind of layer, and what it captures."""
+        captured = self.capture and tuple(self.capture.layer_ids)
+        sizes = {each.window: (each.capacity, each.attended) for each in self.layers}
+        return len(self.starts), captured, *sizes.items()
+
+    def begin(self, longest: int, width: int, attended: int | None = None) -> None:
+        """Make room for a round. Attention and masks take as little time as the longest text needs.
+
+        Args:
+            longest: Tokens of the longest sequence before its anchor.
+            width: Verification positions.
+            attended: Slots that a compiled round reads, no fewer than it needs; `None` for an eager round, which
+                also gets the columns once for all layers.
+        """
+        places = torch.arange(width, device=self.starts.device)
+        columns: dict[int, torch.Tensor] = {}
+        for layer in self.layers:
+            layer.make_room(longest, width)
+            layer.attended = min(attended or longest + width, layer.capacity)
+            if attended is not None:
+                layer.columns = None
+                continue
+            first = longest % layer.capacity
+            if len(self.starts) == 1 and first + width <= layer.capacity:
+                layer.columns = slice(first, first + width)
+            else:
+                if layer.capacity not in columns:
+                    columns[layer.capacity] = layer._slots(places)
+                layer.columns = columns[layer.capacity].to(layer.device)
+
+    def masks(
+        self, visible: torch.Tensor, depths: torch.Tensor, real: torch.Tensor | None
+    ) -> dict[int | None, torch.Tensor]:
+        """Return which slots each verification position sees, by the window of the layers; see [`SlotLayer.mask`]."""
+        by_window = {layer.window: layer for layer in self.layers}
+        return {window: layer.mask(visible, depths, real) for window, layer in by_window.items()}
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences `indices`."""
+        self.starts = self.starts[indices]
+        for layer in self.layers:
+            layer.starts = self.starts
+            layer.keys, layer.values = (
+                cast(torch.Tensor, states)[indices.to(layer.device)] for states in (layer.keys, layer.values)
+            )
+
+    def give_back(self) -> None:
+        """Make the stock cache hold what the only sequence's tokens are now. Of several it stays as it is."""
+        if self.is_of_one:
+            length = int(self.starts)
+            for own, layer in zip(self.layers, self.stock.layers):
+                own.give_back(cast(StaticLayer, layer), length)
+
+
+class CausalMasks:
+    """Masks of the last positions of a text, each of which sees all that is before: views of one mask, which is made
+    once, and again when a text has outgrown it.
+
+    Args:
+        device: Of the masks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._most_queries, self._most_past = device, 0, 0
+        self._whole = torch.empty(0)
+
+    def __call__(self, past: int, queries: int) -> torch.Tensor:
+        """Return who sees whom, boolean `[1, 1, queries, past + queries]`.
+
+        Args:
+            past: How many keys there are of the tokens before.
+            queries: The number of positions.
+        """
+        if queries > self._most_queries or past > self._most_past:
+            rows, before = max(queries, self._most_queries), 2 * past
+            self._whole = torch.ones(1, 1, rows, before + rows, dtype=torch.bool, device=self._device).tril(before)
+            self._most_queries, self._most_past = rows, before
+        return self._whole[:, :, :queries, self._most_past - past : self._most_past + queries]
+
+
+class SlotForward:
+    """Runs a target over the anchors and drafts of sequences in a dynamic or static cache.
+
+    Args:
+        target: The target.
+        cache: transformers' cache after the prompts, several padded on the left.
+        lengths: Tokens of each sequence's prompt.
+        longest: The most tokens of a sequence that will be in the cache.
+        masks: Which of them are no padding, `[1, tokens]` each; `None` if all are.
+        most: The most verification positions of a round.
+        is_fixed: Whether almost all rounds have so many.
+        compiled: Runs compiled forwards; `None` for eager ones.
+        capture: Of the residual streams.
+
+    Attributes:
+        room: The most tokens of a sequence that the cache has slots for.
+        rows: Of each sequence, its place in the cache. Compiled, those that have ended keep theirs: the shapes stay.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        cache: Cache,
+        lengths: Sequence[int],
+        longest: int,
+        masks: Sequence[torch.Tensor | None],
+        most: int,
+        is_fixed: bool,
+        compiled: CompiledForwards | None,
+        capture: ResidualCapture,
+    ) -> None:
+        self.target, self.compiled, self.capture = target, compiled, capture
+        self.most, self.is_fixed = most, is_fixed
+        # A text that fits in fewer static columns than the window never leaves it. A longer text slides through
+        # these columns, as in plain decoding.
+        columns = [getattr(layer, "max_cache_len", sys.maxsize) for layer in cache.layers]
+        windows = [
+            None if window is None or longest <= count < window else min(window, count)
+            for window, count in zip(target.windows, columns)
+        ]
+        self.cache = SlotCache(cache, windows, lengths, most)
+        self.room = sys.maxsize if self.cache.capacity is None else self.cache.capacity
+        self._is_static = self.cache.layers[0].is_static
+        self.rows = list(range(len(lengths)))
+        self._chains: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._causal = CausalMasks(self.cache.starts.device)
+        self._moving_widths: set[int] = set()  # of rounds whose tokens were moved
+        self.real: torch.Tensor | None = None
+        if any(mask is not None for mask in masks):
+            shape = len(lengths), self.cache.capacity or max(lengths)
+            self.real = torch.ones(shape, dtype=torch.bool, device=self.cache.starts.device)
+            for row, mask in zip(self.real, masks):
+                if mask is not None:
+                    row[: mask.shape[1]] = mask[0].bool()
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return len(self.cache.starts)
+
+    def free(self, longest: int) -> int:
+        """Return how many drafts a round has slots for whose longest sequence has so many tokens."""
+        return min(self.room - longest, self.most - 1) if self._is_static else sys.maxsize
+
+    @property
+    def index(self) -> torch.Tensor:
+        """`rows` as a tensor."""
+        return torch.tensor(self.rows, device=self.cache.starts.device)
+
+    def width_for(self, positions: int, longest: int) -> int:
+        """Return the verification positions of a round that needs `positions` of them: compiled, one of a few widths.
+
+        Args:
+            positions: Those that are needed.
+            longest: Tokens of the longest sequence before its anchor.
+        """
+        if self.compiled is None:
+            return positions
+        width = self.most if self.is_fixed else min(1 << (positions - 1).bit_length(), self.most)
+        return width if longest + width <= self.room else positions
+
+    def chains(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the distance of each position from the anchor, `[batch, width]`, and which positions it sees, boolean
+        `[batch, width, width]`, of chains: the same in all rounds."""
+        key = self.size, width
+        if key not in self._chains:
+            device = self.cache.starts.device
+            visible = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+            self._chains[key] = (
+                torch.arange(width, device=device).repeat(self.size, 1),
+                visible.repeat(self.size, 1, 1),
+            )
+        return self._chains[key]
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        anchors: torch.Tensor,
+        depths: torch.Tensor,
+        visible: torch.Tensor,
+        longest: int,
+        is_chain: bool,
+        kwargs: dict[str, object],
+    ) -> tuple[TargetOutput, torch.Tensor | None]:
+        """Run the target.
+
+        Args:
+            ids: Anchors and drafts, `[batch, positions]`.
+            anchors: The anchors' true positions, `[..., batch, 1]`.
+            depths: Their distance from the anchor in tokens, `[batch, positions]`.
+            visible: Which of them each sees, boolean `[batch, positions, positions]`.
+            longest: Tokens of the longest sequence before its anchor.
+            is_chain: Whether each position sees all that are before it.
+            kwargs: The arguments that are the same in every round.
+
+        Returns:
+            The target's outputs. Compiled, also `ids` and behind them its most probable token after each,
+            `[batch, 2 * positions]`.
+        """
+        count, position_ids, model = ids.shape[1], anchors + depths, cast(Any, self.target.model)
+        prepare = model.prepare_inputs_for_generation
+        is_stock = getattr(prepare, "__func__", None) is GenerationMixin.prepare_inputs_for_generation
+        if not (is_stock and kwargs.keys() <= {CACHE, "use_cache", "logits_to_keep"}):
+            # Models of others, and multimodal ones, change positions or leave out pictures that were in the prompt.
+            given = {**kwargs, CACHE: self.cache, "position_ids": position_ids}
+            kwargs = prepare(ids, next_sequence_length=count, is_first_iteration=False, **given)
+            position_ids = cast(torch.Tensor, kwargs.get("position_ids", position_ids))
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OWN}
+        if self.compiled is not None:
+            self.cache.begin(longest, count, view_for(longest + count))
+            self.cache.capture = self.capture
+            inputs = self.cache, self.target, ids, position_ids, depths, visible, self.real, kwargs
+            return self.compiled(choose_over_slots, *inputs)
+        self.cache.begin(longest, count)
+        masks = self._masks(depths, visible, longest, is_chain)
+        return run_over_slots(self.cache, self.target, ids, position_ids, masks, kwargs), None
+
+    def _masks(
+        self, depths: torch.Tensor, visible: torch.Tensor, longest: int, is_chain: bool
+    ) -> dict[int | None, torch.Tensor]:
+        """Return which slots each position of an eager round sees, by the window of the layers."""
+        end = longest + depths.shape[1]
+        windows = {layer.window for layer in self.cache.layers}
+        # A chain whose text has left no window yet sees all that is before: a view of a mask that is made once.
+        if self.size > 1 or not is_chain or self.real is not None or any(end > window for window in windows if window):
+            return self.cache.masks(visible, depths, self.real)
+        mask = self._causal(longest, depths.shape[1])
+        return {window: mask for window in windows}
+
+    def accept(self, kept: list[list[int]], width: int, has_trees: bool) -> None:
+        """Keep the positions `kept` of each sequence, a path from the anchor on, and no others.
+
+        Args:
+            kept: Of each sequence.
+            width: Verification positions of the round.
+            has_trees: Whether there are several paths.
+        """
+        starts, counts = self.cache.starts, [0] * self.size
+        for row, path in zip(self.rows, kept):
+            counts[row] = len(path)
+        is_first = has_trees and self.compiled is not None and width not in self._moving_widths
+        # The first trees of a width in any case: what moves tokens is compiled then, and not some texts later.
+        if is_first or any(path != list(range(len(path))) for path in kept):
+            self._moving_widths.add(width)
+            if self.compiled is None:  # what is behind a path need not be moved
+                width = max(map(len, kept))
+            old = [list(range(width)) for _ in range(self.size)]
+            for row, path in zip(self.rows, kept):
+                old[row][: len(path)] = path
+            moves = self.cache, torch.tensor(old, device=starts.device), self.chains(width)[0]
+            if self.compiled is None:
+                move_in_slots(*moves)
+            else:
+                self.compiled(move_in_slots, *moves)
+        starts += counts[0] if self.size == 1 else torch.tensor(counts, device=starts.device)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Go on with the sequences `indices` alone."""
+        self.rows = [self.rows[index] for index in indices.tolist()]
+        if self.compiled is None:
+            self.cache.batch_select_indices(self.index)
+            self.real = None if self.real is None else self.real[self.index]
+            self.rows = list(range(len(self.rows)))
+
+
+def run_over_slots(
+    cache: SlotCache,
+    target: Target,
+    ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    visible: dict[int | None, torch.Tensor],
+    kwargs: dict[str, object],
+) -> TargetOutput:
+    """Run the target's forward.
+
+    Args:
+        cache: The sequences'.
+        target: The target.
+        ids: Anchors and drafts, `[batch, positions]`.
+        position_ids: True positions, `[..., batch, positions]`.
+        visible: Which slots each position sees, by the window of the layers.
+        kwargs: Other arguments of the target.
+    """
+    implementation = target.config._attn_implementation
+    masks = {window: attention_mask_for(implementation, mask, target.dtype) for window, mask in visible.items()}
+    by_kind: dict[str, AttentionMask] = {layer.kind: masks[layer.window] for layer in cache.layers}
+    attention_mask = by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
+    inputs = {**kwargs, CACHE: cache, "attention_mask": attention_mask, "position_ids": position_ids}
+    return target.model(input_ids=ids, return_dict=True, **inputs)
+
+
+def choose_over_slots(
+    cache: SlotCache,
+    target: Target,
+    ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    depths: torch.Tensor,
+    visible: torch.Tensor,
+    real: torch.Tensor | None,
+    kwargs: dict[str, object],
+) -> tuple[TargetOutput, torch.Tensor]:
+    """Do the same, with the masks and the choices of greedy rounds in the same graph; see [`SlotForward.__call__`]."""
+    outputs = run_over_slots(cache, target, ids, position_ids, cache.masks(visible, depths, real), kwargs)
+    choices = outputs.logits.to(ids.device, torch.float32).argmax(-1)
+    return outputs, torch.cat([ids, choices], dim=-1)
+
+
+def move_in_slots(cache: SlotCache, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Move tokens to other places of the round, all at once: from `old` `[batch, places]` to `new`, in all layers."""
+    known: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
+    for layer in cache.layers:
+        key = layer.capacity, layer.device
+        if key not in known:
+            known[key] = layer._slots(old), layer._slots(new)
+        layer.move(*known[key])

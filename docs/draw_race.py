@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draw_concepts import MODELS, PICTURES, ROOT, shown
+from draw_concepts import MODELS, PICTURES, ROOT, STYLE, shown
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hyperdflash import load_drafter, load_target
@@ -37,12 +37,9 @@ MAX_NEW_TOKENS, NODES = 96, 8
 # The picture, in pixels, and in seconds the slower text and how long its end is shown.
 WIDTH, TOP, PANES, CHARACTER, ROW, COLUMNS = 800, 162, (24, 412), 7.8, 26, 47
 SLOWER, END = 10, 5
-STYLE = (
-    "text{fill:#202124}.card{fill:#fff;stroke:#d0d7de}.quiet{fill:#5f6368}.draft{fill:#bcd7f7}.target{fill:#ffd08a}"
+MOVING = (
     ".token{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}.big{font-size:28px;font-weight:600}"
     ".name,.asked{font-weight:600}.asked{font-size:17px}.small{font-size:12.5px}.live{visibility:hidden}"
-    "@media(prefers-color-scheme:dark){text{fill:#f0f3f6}.card{fill:#0d1117;stroke:#3d444d}.quiet{fill:#a8b1bb}"
-    ".draft{fill:#1f4f86}.target{fill:#7d4e00}}"
     "@media(prefers-reduced-motion:reduce){*{animation:none!important}}"
 )
 
@@ -177,7 +174,7 @@ def counters(x: float, run: dict[str, Any], clock: Clock) -> Iterator[str]:
         yield f'<g class="{seen}">' + say(x, 122, f"{(end + 1) / seconds[end]:.0f}", "big") + tau + "</g>"
     yield "" if emitted else say(x + 130, 122, "1", "big")
     yield say(x, 142, "tokens per second", "quiet small")
-    yield say(x + 130, 142, "tokens a round" if emitted else "token a forward", "quiet small")
+    yield say(x + 130, 142, "tokens per forward" if emitted else "token per forward", "quiet small")
 
 
 def draw(told: dict[str, Any]) -> str:
@@ -209,7 +206,7 @@ def draw(told: dict[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'role="img" font-family="ui-sans-serif, system-ui, sans-serif" font-size="15">\n'
         f"<title>One text, by the target alone and with its drafter, {took[0] / took[1]:.1f} times as fast</title>\n"
-        f"<style>{STYLE}{clock.style()}</style>\n"
+        f"<style>{STYLE}{MOVING}{clock.style()}</style>\n"
         f'<rect x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="8" class="card"/>'
     )
     return "\n".join([head, *parts, "</svg>", ""])

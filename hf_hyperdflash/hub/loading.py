@@ -88,14 +88,12 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
     name, kwargs = name_in_gguf(*resolve_subfolder(name, kwargs))
     where = {option: kwargs[option] for option in _WHERE if kwargs.get(option) is not None}
     check_target(name, **where)
-    for dtype in (kwargs.get("dtype"), kwargs.get("torch_dtype")):
-        if not isinstance(dtype, dict):  # one for each part of a target
-            named_dtype(dtype)
     with readable(name):
         if "gguf_file" in where:
             target = _load_from_gguf(name, where, kwargs)
         else:
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
+            # One for each part of a target may be given.
             if not isinstance(chosen := kwargs.get("dtype", kwargs.get("torch_dtype")), dict):
                 saved_in = config.get_text_config(decoder=True).dtype or config.dtype
                 warn_of_float16(name, saved_in, named_dtype(chosen))

@@ -12,6 +12,7 @@ from hf_hyperdflash.benchmark.doctor.config_variants import (
     compare_variants,
     draft_every_round,
     leads_over_first,
+    variants,
 )
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.registry import target_of
@@ -57,6 +58,10 @@ def test_settings_are_tried_and_left():
         "`rope_theta` 1,000,000 instead of 10,000",
     ]
     assert [cause_of(name) for name in names] == ["layers", "anchor", "RoPE"]
+    deeper = tiny_target(4)  # all layers at once, the first one, too
+    assert "`target_layer_ids` [1, 2] instead of [0, 1]" in variants(
+        tiny_drafter(deeper, reducer="fc", target_layer_ids=[0, 1]).config, deeper
+    )
     taus = [own, *(variant.tau for variant in others)]
     for tau, fields in zip(taus, [{}, {"target_layer_ids": [0, -1]}, {"sample_from_anchor": True}]):
         config = HyperDFlashConfig.from_dict({**before, **fields})

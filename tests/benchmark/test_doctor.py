@@ -431,9 +431,14 @@ def test_no_prompt_begins_that_would_end_after_its_share_of_the_time(monkeypatch
     for module in (doctor, trials):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: 0.0))
     monkeypatch.setattr(trials.Local, "generate", slow)
-    monkeypatch.setattr(doctor, "measure_round_costs", lambda *_, **__: ended.append(clock.now) or CHEAP)
-    found = examine(*small(), prompts=PROMPTS[:4], seconds=60.0)
+    monkeypatch.setattr(
+        doctor, "measure_round_costs", lambda *_, context, **__: ended.extend((clock.now, context)) or CHEAP
+    )
+    pair = small()
+    pair[0].config.max_position_embeddings = 240
+    found = examine(*pair, prompts=PROMPTS[:4], seconds=60.0)
     assert 115 < ended[0] <= 130 + 1e-6 and found.tau >= 1 and not found.differing
+    assert ended[1] == (240 - 64) // 2, "half of what new tokens leave"
 
 
 def test_the_command_is_quick_if_asked_and_shows_no_bar_in_a_pipe(tmp_path):
@@ -447,6 +452,7 @@ def test_the_command_is_quick_if_asked_and_shows_no_bar_in_a_pipe(tmp_path):
     page, facts = (tmp_path / "page" / name for name in ("doctor.md", "record.json"))
     assert "| tokens of a round |" in page.read_text() and page.with_name("costs.png").exists()
     told = facts.read_text()
-    assert json.loads(told)["verdict"]["tau"] >= 1 and str(MODELS) not in told
+    facts = json.loads(told)
+    assert facts["verdict"]["tau"] >= 1 and facts["costs"]["rounds"]["1"] > 0 and str(MODELS) not in told
     assert not any(text in told + page.read_text() for text in PROMPTS)
     assert "generating:" not in result.stderr and "prompt/s" not in result.stderr

@@ -33,7 +33,7 @@ def test_speeds_are_tokens_over_seconds(monkeypatch):
 
 def test_prompts_that_disagree_widen_the_interval():
     tokens = np.ones((4, 3))
-    seconds = np.array([[1, 0.5, 0.9], [1, 0.5, 0.9], [1, 0.5, 0.9], [1, 0.5, 4.0]])
+    seconds = 2 * np.array([[1, 0.5, 0.9], [1, 0.5, 0.9], [1, 0.5, 0.9], [1, 0.5, 4.0]])
     both = np.stack([tokens, seconds], axis=-1)
     steady, shaky = ranked([{"num_assistant_tokens": 1}, {"num_assistant_tokens": 2}], both)
     assert steady.speedup == pytest.approx([2, 2, 2]) and steady.near

@@ -114,6 +114,7 @@ def test_a_generation_without_rounds(tmp_path):
     lines[1] = line(B, 0)  # beside one with rounds it adds tokens and time, no rounds
     (row,) = summarize(load(written(tmp_path / "r", lines)))
     assert (row.rounds, row.tau, row.new_tokens) == (3, 3.0, 20)
+    assert load(written(tmp_path / "r", [line(PLAIN, new_tokens=1)])).generations[0]["new_tokens"] == 1
 
 
 # Killed and resumed runs

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from hf_hyperdflash import PromptLookupDrafter
 from hf_hyperdflash.benchmark.doctor import round_costs
 from hf_hyperdflash.benchmark.doctor.diagnosis import Change, Diagnosis, Examination, blame_costs, tables
+from hf_hyperdflash.benchmark.doctor.page import _draw_costs
 from hf_hyperdflash.benchmark.doctor.recommended import Timed
 from hf_hyperdflash.benchmark.doctor.round_costs import WIDTHS, MeasuredCosts, measure_round_costs
 from hf_hyperdflash.benchmark.intervals import Interval
@@ -84,6 +86,7 @@ CHEAP, FREE = {1: 1.0, 8: 1.2}, {1: 0.1, 7: 0.1}
 def test_what_makes_rounds_dear_is_named(rounds, drafting, acceptance, speedup, cause, limit):
     found = diagnosed(rounds, drafting, acceptance, speedup)
     assert list(found.problems) == ([cause] if cause else []) and found.limit == limit
+    assert found.verdict()[2].startswith(f"What limits it: {limit},")
     assert len(found.verdict()) <= 10 and not found.is_wrong
 
 
@@ -94,6 +97,7 @@ def test_what_is_wrong_with_the_pair_comes_before_what_to_set():
     assert list(found.problems) == ["layers"] and found.is_wrong
     assert [line.split()[0] for line in found.verdict()] == ["1.15", "Verifying", "PROBLEM", "First", "Problems"]
     timed = [Timed({"num_assistant_tokens": 2}, Interval(1.4, 1.2, 1.5), Interval(1, 1, 1))]
+    timed += [Timed({"num_assistant_tokens": 7}, Interval(1.15, 1.1, 1.2), Interval(1.2, 1.1, 1.3))]
     found = diagnosed(*costs, timed={0.0: timed})
     assert "below" in found.problems["draft count"]
     assert found.verdict()[-2:] == [f"Set, at temperature 0: {timed[0]} the target alone.", ENDS]
@@ -147,6 +151,9 @@ def test_tables_have_every_measurement():
         [["num_assistant_tokens='auto', tree_budget=8", "2.00", "1.90 to 2.10"]],
     ]
     assert all(len(row) == len(head) for head, rows in shown for row in rows)
+    axes = Figure().subplots()
+    _draw_costs(found, axes)
+    assert axes.lines[-1].get_xydata().tolist() == [[2, costs.break_even(1)]]
     assert tables(Diagnosis(acceptance=[0.5])) == {}
 
 

@@ -123,7 +123,7 @@ def test_the_second_turn_follows_the_targets_own_answer_without_what_it_thought(
     target, tokenizer, _ = pair
     own, turns = copy.copy(tokenizer), SUITE["mt-bench"][0]
     if mode == "think-high":
-        own.decode = lambda ids, **options: "<think>Let me see.</think>It is."
+        own.decode = lambda ids, skip_special_tokens: "<think>Let me see.</think>It is." * skip_special_tokens
     _, records = benchmark([lookup(target)], tokenizer=own, suites=["mt-bench"], modes=[mode])
     first = next(r for r in records if r["method"] == TARGET_ONLY and r["turn"] == 0)
     answer = "It is." if mode == "think-high" else tokenizer.decode(first["output_ids"], skip_special_tokens=True)

@@ -95,6 +95,7 @@ def test_the_oracle_reads_what_is_written_of_ours(format, fields, tmp_path):
     torch.manual_seed(0)
     target = qwen3().eval()
     fields = {"target_layer_ids": [0, 2], "num_draft_tokens": 4, "sliding_window": None, **fields}
+    fields["target_name_or_path"] = "org/target"
     drafter = tiny_drafter(target, reducer="fc", **fields).float()
     told = export_dflash(drafter, tmp_path, format, target)
     assert f'"num_speculative_tokens": {drafter.max_draft_tokens}' in told
@@ -104,6 +105,7 @@ def test_the_oracle_reads_what_is_written_of_ours(format, fields, tmp_path):
     assert torch.equal(again.state_dict()["fc.weight"], drafter.state_dict()["fc.weight"])
     for kind in again.config.kinds:
         assert again.config.attention_span(kind) == drafter.config.attention_span(kind)
+    assert again.config.target_name_or_path == "org/target" * (format == "speculators")  # others have no place for it
     assert again.config.kinds == drafter.config.kinds and again.target_layer_ids == drafter.target_layer_ids
 
 

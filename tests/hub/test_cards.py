@@ -20,6 +20,7 @@ from hf_hyperdflash.hub.kinds import KINDS, describe, kind_in, kind_of, title
 from ..conftest import MODELS, tiny_config, tiny_drafter
 from ..helpers.commands import run
 from ..helpers.deepseek_checkpoints import dspark_fields
+from ..helpers.families import qwen3
 from ..helpers.medusa import medusa
 from ..helpers.processes import python
 from ..helpers.unrolled import unrolled
@@ -91,6 +92,10 @@ MADE = {  # a drafter, what its card says, and what it does not
         ["12 tokens in 3 passes of 4, the", "that know their path.\n"], ["with"],
     ),
     "eagle3": (partial(unrolled, "eagle3"), ["up to 7 tokens, a pass for each", "10 nodes of each level"], []),
+    "any streams": (
+        lambda _: tiny_drafter(qwen3(), reducer="stream_mean", any_streams=True),
+        ["Its reducer is `fc`, the dense projection"], [],
+    ),
     "own vocabulary": (partial(unrolled, "eagle3", draft_vocab_size=32), ["parameters.\n"], [SHARED]),
     "medusa": (lambda target: medusa(), ["3 tokens in one pass", "Medusa heads"], [SHARED]),
     "mtp": (

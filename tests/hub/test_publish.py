@@ -265,11 +265,11 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
 rows = Dataset.from_list([{"input_ids": list(range(2, 40)), "loss_mask": [False] * 8 + [True] * 30}] * 4)
-def trained(drafter, name):
+def trained(drafter, name, is_pushed=True):
     args = HyperDFlashTrainingArguments(
         str(folder / name), max_steps=2, save_strategy="steps", save_steps=1, num_anchors=2, report_to=[],
         use_cpu=True,
-        push_to_hub=True, hub_model_id="org/" + name, feature_source="cached", disable_tqdm=True,
+        push_to_hub=is_pushed, hub_model_id="org/" + name, feature_source="cached", disable_tqdm=True,
     )
     trainer = HyperDFlashTrainer(drafter, target(), args, train_dataset=rows)
     trainer.train()
@@ -279,6 +279,7 @@ def trained(drafter, name):
 for name in ("secrets.py", "other.safetensors", "notes.md"):
     (folder / "trained" / name).write_text("secret")
 drafter = trained(HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype=torch.float32), "trained")
+trained(drafter, "late", is_pushed=False)  # but at the end
 adapted = get_peft_model(drafter, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
 trained(adapted, "adapter")
 adapted.push_to_hub("org/adapter-alone")
@@ -295,6 +296,7 @@ told["same"] = all(torch.equal(v, adapted.state_dict()[k]) for k, v in wrapped.s
     alone = {".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors"}
     assert set(hub.files("org/adapter")) == alone | {"training.json"}
     assert set(hub.files("org/adapter-alone")) == alone
+    assert set(hub.files("org/late")) == set(hub.files("org/trained"))
 
 
 def test_a_sharded_drafter_is_saved_under_its_own_name(tmp_path):

@@ -218,6 +218,7 @@ MISTAKES: list[tuple[str, int, tuple[str, ...]]] = [
         ("--output file/out", 1, ("file is a file",)), ("--concurrency 2", 1, ("`--concurrency`", "`--endpoint`")),
         ("--endpoint http://a", 1, ("`--mtp`", "`--endpoint`")),
     )),
+    (f"{COMPARE} --endpoint http://localhost:9 --output file/out", 1, ("file is a file",)),
     *((f"{TRAIN} {given}", 1, words) for given, words in {
         "--drafter_type eagle3 --block_size 4": ("`--block_size`", "eagle3"),
         "--drafter_type specblock --sequential_head state": ("`--sequential_head`", "specblock"),

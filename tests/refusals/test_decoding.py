@@ -298,6 +298,18 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
+def compressor_interrupted():
+    """The last layer's, of a target that was not bound: all layers have the keys of all tokens."""
+    target, ids = families.deepseek_v4().eval(), prompt(14)
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(ids[:, :8], **{CACHE: cache})
+        target.model.layers[-1].self_attn.compressor.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            target(ids[:, 8:13], **{CACHE: cache})
+    bind(target).generate(ids, assistant_model=RandomChains(target, [ids[0]]), **{CACHE: cache})
+
+
 def rewinding_interrupted():
     """Some running states have seen rejected drafts, which nothing undoes any more."""
     target = bound(families.qwen3_next)
@@ -333,6 +345,7 @@ LATER = {
     "unbound meanwhile": Refusal(unbinding, ("unbound", "bind it again")),
     "trees of remote code": Refusal(trees_of_remote_code, ("remote_v4", "a chain of drafts")),
     "an interrupted rewinding": Refusal(rewinding_interrupted, ("interrupted", "Start from a new cache")),
+    "an interrupted compressor": Refusal(compressor_interrupted, ("interrupted", "Start from a new cache")),
     "a target that was not run": Refusal(run_elsewhere, ("0 to 8", "one forward a round")),
 }  # fmt: skip
 

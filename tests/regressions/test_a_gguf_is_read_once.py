@@ -175,6 +175,7 @@ def test_what_ended_halfway_is_not_taken(home, path, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(PreTrainedModel, "save_pretrained", stopped)
         load_target(path)
+    assert not list(home.rglob("unfinished")), "a part of a target takes room"
     assert_equal(load_target(path), load_target(path))
     assert len(kept(home)) == 1
 

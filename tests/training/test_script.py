@@ -21,7 +21,7 @@ import torch
 from transformers import AutoTokenizer, TrainingArguments
 from typer.testing import CliRunner
 
-from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter, load_drafter, load_target
+from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter, HyperDFlashTrainer, load_drafter, load_target
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.parts.reducers import REDUCERS
@@ -353,7 +353,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
 
 
 # Takes seconds: two runs of training.
-def test_an_earlier_run_is_replaced_only_where_that_is_said(train, tmp_path, monkeypatch):
+def test_an_earlier_run_is_replaced_only_where_that_is_said(train, tmp_path, monkeypatch, caplog):
     """Nothing is loaded before; the checkpoints go once training can begin, and not when it cannot."""
     more = dict(max_steps=2, save_steps=1, eval_prompts=0)
     out = train(chats(12), **more)
@@ -363,8 +363,14 @@ def test_an_earlier_run_is_replaced_only_where_that_is_said(train, tmp_path, mon
         Refusal(lambda: train(**more), (str(out), "2 checkpoints", "checkpoint-2")).check()
     Refusal(lambda: train("none.jsonl", **more, overwrite_output_dir="true"), ("none.jsonl",)).check()
     assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
-    train(chats(12), eval_prompts=0, max_steps=1, save_strategy="no", overwrite_output_dir="true")
+    pushed = []  # by the run that may replace it
+    monkeypatch.setattr(HyperDFlashTrainer, "init_hf_repo", lambda _: None)
+    monkeypatch.setattr(HyperDFlashTrainer, "upload", lambda trainer: pushed.append(trainer.state.global_step))
+    replacing = dict(eval_prompts=0, max_steps=1, save_strategy="no", overwrite_output_dir="true")
+    train(chats(12), **replacing, push_to_hub="true")
+    assert pushed == [1]
     assert not list(out.glob("checkpoint-*")) and settings_of(out)["steps"] == 1
+    assert f"{out} has a trained drafter, which this run overwrites." in caplog.text
     Refusal(lambda: train(**more), (str(out), "a trained drafter")).check()
 
 

@@ -22,7 +22,6 @@ from ...targets.compiled import CompiledForwards
 from ...targets.registry import target_of
 from ...targets.target import Target
 from ...trees.tree import DraftTree
-from ..configuration import SPECIAL_TOKENS
 from ..parts.context import (
     ContextColumns,
     DraftContext,

@@ -83,7 +83,7 @@ def random_pair(name: str, package: Any) -> tuple[Any, Any]:
 
 def loaded_pair(paths: list[str], package: Any) -> tuple[Any, Any]:
     target = package.load_target(paths[0], dtype="float32")
-    drafter = package.load_drafter(paths[1], target)
+    drafter = package.load_drafter(paths[1], target=target)
     drafter.bind(target)
     return target, drafter
 

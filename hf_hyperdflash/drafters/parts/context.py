@@ -10,6 +10,7 @@ import torch
 
 from ...targets.caches.slots import write_columns
 from ...targets.compiled import CompiledForwards, keep_addresses, view_for
+from ...trees.padding import Padding
 from ..sampling import DraftRequest
 from .block_attention import AttentionSpan
 from .layers import ContextLayer, KeysValues
@@ -170,15 +171,11 @@ def _move(drafter: Any, contexts: Sequence[DraftContext], columns: int) -> list[
 def padded_pending(contexts: Sequence[DraftContext], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return what is pending of texts, `[texts, most, ...]` each, filled up with zeros on the left; nothing if nothing
     is pending."""
-    given = [(row, context.pending) for row, context in enumerate(contexts) if context.pending is not None]
-    if len(contexts) == 1 or not given:
-        return tuple(part.to(device) for _, pending in given for part in pending)
-    most = max(context.new_count for context in contexts)
-    padded = tuple(part.new_zeros(len(contexts), most, *part.shape[2:], device=device) for part in given[0][1])
-    for row, pending in given:
-        for whole, part in zip(padded, pending):
-            whole[row, most - part.shape[1] :] = part[0]
-    return padded
+    given = [context.pending for context in contexts if context.pending is not None]
+    if len(contexts) == 1:
+        return tuple(part.to(device) for pending in given for part in pending)
+    padding = Padding([context.new_count for context in contexts], device)
+    return tuple(padding.add(torch.cat(parts, dim=1)[0].to(device)) for parts in zip(*given))
 
 
 class ContextColumns:

@@ -88,9 +88,9 @@ class ReadingDrafter(SavedDrafter):
             drafter = cls(kind(**{**suggested, **config_fields}))
         config = drafter.config
         drafter.check_target(seen)
-        cast(torch.nn.Module, drafter).to(device)
         for name, part in drafter.named_children():
-            part.to(torch.float32 if name == "hc_gate" else dtype or seen.dtype)
+            # Not all at once: the gate would be rounded on its way.
+            part.to(device=device, dtype=torch.float32 if name == "hc_gate" else dtype or seen.dtype)
         if config.has_gate:
             cast(HCGateReducer, drafter.hc_gate).inherit(seen.gate())
         if config.draft_vocab_size:

@@ -7,7 +7,8 @@ row, or a few. SafeAILab's EAGLE-3 and SpecBlock are written here; the oracles w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LogitsProcessorList
 
 from hf_hyperdflash import capture_residual
+from hf_hyperdflash.drafters.blocks import drafter as block_drafter
+from hf_hyperdflash.drafters.deepseek_v4 import modeling_mtp
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
+from hf_hyperdflash.drafters.unrolled import modeling_eagle3
 from hf_hyperdflash.drafters.unrolled.drafter import UnrolledDrafter
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.growth import DraftStep
@@ -214,6 +218,19 @@ def read(target: Any, ids: torch.Tensor, layers=LAYERS) -> tuple[torch.Tensor, t
     return captured[0][0].unflatten(1, (len(layers), -1)).mean(2).flatten(1), target.get_input_embeddings()(ids[0, 1:])
 
 
+@contextmanager
+def each_grown_alone() -> Iterator[None]:
+    """Let samplers see the steps of drafters, whose drafts the package draws in step."""
+
+    def drafts(requests: Any, steps: Any, width: Any = None) -> list[DraftTree]:
+        return [each.sampler.grow(each.ids, each.num_drafts, steps) for each in requests]
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (block_drafter, modeling_mtp, modeling_eagle3):
+            patched.setattr(module, "drafts_in_step", drafts)
+        yield
+
+
 class Followed(DraftSampler):
     """Takes given tokens for drafts, and keeps what it is told."""
 
@@ -226,7 +243,7 @@ class Followed(DraftSampler):
             last = torch.tensor([self.tokens[k - 1] if k else int(ids[0, -1])])
             step: DraftStep = steps(k, last, torch.zeros(1, dtype=torch.long))
             self.seen.append(step.whole().logits[0])
-        return super()._path(ids, 0, steps)
+        return DraftTree.chain(ids.new_empty(0))
 
     def blind(self, ids, logits):
         first = len(self.seen)
@@ -250,7 +267,8 @@ def drafted(drafter: Any, target: Any, ids: torch.Tensor, tokens: list[int], par
         drafter.flush_pending(target_of(target), [context])
     held = context.length
     sampler = Followed(tokens)
-    drafter.draft(target_of(target), [DraftRequest(context, ids, positions, len(tokens) + 1, sampler)])
+    with each_grown_alone():
+        drafter.draft(target_of(target), [DraftRequest(context, ids, positions, len(tokens) + 1, sampler)])
     assert context.length == held  # as it was
     return torch.stack(sampler.seen)
 

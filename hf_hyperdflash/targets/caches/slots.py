@@ -469,6 +469,7 @@ class SlotForward:
             `[batch, 2 * positions]`.
         """
         count, position_ids, model = ids.shape[1], anchors + depths, cast(Any, self.target.model)
+        cache_name = CACHE
         prepare = model.prepare_inputs_for_generation
         is_stock = getattr(prepare, "__func__", None) is GenerationMixin.prepare_inputs_for_generation
         if not (is_stock and kwargs.keys() <= {CACHE, "use_cache", "logits_to_keep"}):
@@ -476,15 +477,16 @@ class SlotForward:
             given = {**kwargs, CACHE: self.cache, "position_ids": position_ids}
             kwargs = prepare(ids, next_sequence_length=count, is_first_iteration=False, **given)
             position_ids = cast(torch.Tensor, kwargs.get("position_ids", position_ids))
-        kwargs = {name: value for name, value in kwargs.items() if name not in _OWN}
+            cache_name = next((name for name, value in kwargs.items() if value is self.cache), CACHE)  # may be its own
+        kwargs = {name: value for name, value in kwargs.items() if name not in (*_OWN, cache_name)}
         if self.compiled is not None:
             self.cache.begin(longest, count, view_for(longest + count))
             self.cache.capture = self.capture
-            inputs = self.cache, self.target, ids, position_ids, depths, visible, self.real, kwargs
+            inputs = self.cache, cache_name, self.target, ids, position_ids, depths, visible, self.real, kwargs
             return self.compiled(choose_over_slots, *inputs)
         self.cache.begin(longest, count)
         masks = self._masks(depths, visible, longest, is_chain)
-        return run_over_slots(self.cache, self.target, ids, position_ids, masks, kwargs), None
+        return run_over_slots(self.cache, cache_name, self.target, ids, position_ids, masks, kwargs), None
 
     def _masks(
         self, depths: torch.Tensor, visible: torch.Tensor, longest: int, is_chain: bool
@@ -536,6 +538,7 @@ class SlotForward:
 
 def run_over_slots(
     cache: SlotCache,
+    cache_name: str,
     target: Target,
     ids: torch.Tensor,
     position_ids: torch.Tensor,
@@ -546,6 +549,7 @@ def run_over_slots(
 
     Args:
         cache: The sequences'.
+        cache_name: What the target's forward calls it.
         target: The target.
         ids: Anchors and drafts, `[batch, positions]`.
         position_ids: True positions, `[..., batch, positions]`.
@@ -556,12 +560,13 @@ def run_over_slots(
     masks = {window: attention_mask_for(implementation, mask, target.dtype) for window, mask in visible.items()}
     by_kind: dict[str, AttentionMask] = {layer.kind: masks[layer.window] for layer in cache.layers}
     attention_mask = by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
-    inputs = {**kwargs, CACHE: cache, "attention_mask": attention_mask, "position_ids": position_ids}
+    inputs = {**kwargs, cache_name: cache, "attention_mask": attention_mask, "position_ids": position_ids}
     return target.model(input_ids=ids, return_dict=True, **inputs)
 
 
 def choose_over_slots(
     cache: SlotCache,
+    cache_name: str,
     target: Target,
     ids: torch.Tensor,
     position_ids: torch.Tensor,
@@ -571,7 +576,8 @@ def choose_over_slots(
     kwargs: dict[str, object],
 ) -> tuple[TargetOutput, torch.Tensor]:
     """Do the same, with the masks and the choices of greedy rounds in the same graph; see [`SlotForward.__call__`]."""
-    outputs = run_over_slots(cache, target, ids, position_ids, cache.masks(visible, depths, real), kwargs)
+    masks = cache.masks(visible, depths, real)
+    outputs = run_over_slots(cache, cache_name, target, ids, position_ids, masks, kwargs)
     choices = outputs.logits.to(ids.device, torch.float32).argmax(-1)
     return outputs, torch.cat([ids, choices], dim=-1)
 

@@ -257,12 +257,13 @@ class SlotCache(Cache):
     def __init__(self, cache: Cache, windows: Sequence[int | None], lengths: Sequence[int], width: int) -> None:
         self.stock, self.is_of_one = cache, len(lengths) == 1
         self.starts = torch.tensor(lengths, device=cast(StaticLayer, cache.layers[0]).device)
-        keep_addresses(self.starts)
         layers = [
             SlotLayer(cast(StaticLayer, layer), window, lengths, self.starts, width)
             for layer, window in zip(cache.layers, windows)
         ]
         super().__init__(layers=[*layers])
+        if layers[0].is_static:
+            keep_addresses(self.starts)
         limits = (layer.capacity for layer in layers if layer.is_static and layer.window is None)
         self.capacity = min(limits, default=None)
         self.capture: ResidualCapture | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -16,6 +16,17 @@ from .block_attention import AttentionSpan
 from .layers import ContextLayer, KeysValues
 
 _ALL = AttentionSpan()
+
+
+class HasLayers(Protocol):
+    """A drafter whose layers keep keys and values."""
+
+    config: Any
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
 
 
 class DraftContext:
@@ -113,7 +124,7 @@ def anchors_of(requests: Sequence[DraftRequest], device: torch.device) -> tuple[
 
 
 def compile_contexts(
-    drafter: Any,
+    drafter: HasLayers,
     contexts: Sequence[DraftContext],
     columns: int,
     spare: int,
@@ -137,7 +148,7 @@ def compile_contexts(
         context.compiled = rounds
 
 
-def rows_of(drafter: Any, contexts: Sequence[DraftContext], count: int) -> list[KeysValues]:
+def rows_of(drafter: HasLayers, contexts: Sequence[DraftContext], count: int) -> list[KeysValues]:
     """Return keys and values of every layer, `[texts, kv_heads, capacity, head_dim]`, of texts that draft together,
     with room for `count` columns behind each. The texts share that buffer until they draft with others, so that a
     round copies nothing; it grows by doubling."""
@@ -150,7 +161,7 @@ def rows_of(drafter: Any, contexts: Sequence[DraftContext], count: int) -> list[
     return [(keys[rows], values[rows]) for keys, values in buffer]
 
 
-def _move(drafter: Any, contexts: Sequence[DraftContext], columns: int) -> list[KeysValues]:
+def _move(drafter: HasLayers, contexts: Sequence[DraftContext], columns: int) -> list[KeysValues]:
     """Give the contexts a new buffer of so many columns, and return it."""
     config, dtype, device = drafter.config, drafter.dtype, drafter.device
     shape = len(contexts), config.num_key_value_heads, columns, config.head_dim
@@ -210,7 +221,9 @@ class ContextColumns:
             self.columns = starts + ((places - new + counts[:, 1:2]) % width if new else places)
 
     @classmethod
-    def of(cls, drafter: Any, contexts: Sequence[DraftContext], queries: int = 0, size: int = 1) -> ContextColumns:
+    def of(
+        cls, drafter: HasLayers, contexts: Sequence[DraftContext], queries: int = 0, size: int = 1
+    ) -> ContextColumns:
         """Return those of an eager pass over the pending tokens of texts, and `queries` behind these.
 
         Args:

@@ -29,7 +29,7 @@ from .name import CACHE
 
 # Arguments that are another in each round.
 _OWN = (CACHE, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "logits_to_keep")
-_GROWTH = 256  # columns that a dynamic layer gets at once: more would be memory for nothing
+_GROWTH = 64  # columns that a dynamic layer gets at once: more would be memory for nothing
 
 
 def is_of_plain_layers(cache: object) -> bool:
@@ -102,8 +102,16 @@ class SlotLayer(StaticLayer):
         self.values = self._in_slots(cast(torch.Tensor, layer.values), lengths, layer).detach()
         if self.is_static:
             keep_addresses(self.keys, self.values)
-        elif len(lengths) == 1 and not self.goes_round:
-            self.give_back(layer, lengths[0])  # so that no text is held twice
+        # So that no text is held twice: the stock layer's keys are a part of these until the end, and none of several
+        # texts, whose cache nobody goes on with.
+        self._sharing = layer if len(lengths) == 1 and not (self.is_static or self.goes_round) else None
+        if self._sharing is not None:
+            self.give_back(self._sharing, lengths[0])
+        elif len(lengths) > 1 and isinstance(layer, DynamicLayer):
+            layer.keys, layer.values = (
+                states[:, :, :0].clone()
+                for states in (cast(torch.Tensor, layer.keys), cast(torch.Tensor, layer.values))
+            )
 
     def _in_slots(
         self, states: torch.Tensor, lengths: Sequence[int], layer: StaticLayer | DynamicLayer
@@ -142,6 +150,8 @@ class SlotLayer(StaticLayer):
                 old, new = tokens % self.capacity, tokens % (self.capacity + more)
                 self.keys[row, :, new], self.values[row, :, new] = keys[row, :, old], values[row, :, old]
         self.capacity += more
+        if self._sharing is not None:
+            self.give_back(self._sharing, int(self._sharing.get_seq_length()))
 
     def _slots(self, places: torch.Tensor) -> torch.Tensor:
         """Return the slots of places of the round, 0 for the anchor's, `[batch, places]`."""

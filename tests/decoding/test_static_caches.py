@@ -215,8 +215,9 @@ def test_compiled_rounds_draft_and_write_what_eager_ones_do(
     monkeypatch.setattr(compiled, "LEAST_VIEW", 16)  # so that rounds look at 32 and 64 slots
     pair = Pair(family, kind)
     first, *others = (row[max(lengths) :] for row in pair.write(lengths)[0])
-    # The first text ends before the others.
-    pair.end = next((token for token in first[6:] if not any(token in row[:16] for row in (first[:6], *others))), 63)
+    # The first text ends before the others; one alone is to have as many columns as those of later prompts.
+    ends = (token for token in first[6:] if others and not any(token in row[:16] for row in (first[:6], *others)))
+    pair.end = next(ends, 63)
     for asked in ASKED:
         assert pair.write(lengths, compiling(), **asked) == pair.write(lengths, **asked)
     graphs = counted["unique_graphs"]
@@ -251,7 +252,7 @@ def test_auto_admits_of_a_graph_what_it_admits_eagerly(kind, texts, is_launch_bo
             for seed in range(2) for name in ("num_assistant_tokens", "tree_budget")
         ])  # fmt: skip
     assert found[0] == found[1]
-    assert len({len(tree[0]) for _, drafts in found[0] for of_round in drafts for tree in of_round}) > 3
+    assert len({len(tree[0]) for _, drafts in found[0] for of_round in drafts for tree in of_round}) > 2
     assert counted["unique_graphs"] and not torch._dynamo.utils.counters["graph_break"]
 
 

@@ -163,6 +163,14 @@ def test_drafts_obey_the_requests_processors(wide):
     assert drafter.last_stats.accepted == [6, 6]
 
 
+def test_the_smallest_tree_has_one_node(wide):
+    options = dict(do_sample=False, max_new_tokens=12)
+    drafter = PromptLookupDrafter(wide)
+    expected = wide.generate(prompt(6).repeat(1, 2), **options)
+    text = wide.generate(prompt(6).repeat(1, 2), assistant_model=drafter, tree_budget=1, **options)
+    assert torch.equal(text, expected) and max(drafter.last_stats.accepted) <= 1
+
+
 # What follows a path
 
 

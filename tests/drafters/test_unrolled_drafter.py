@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_hyperdflash import Eagle3Drafter, capture_residual
+from hf_hyperdflash import Eagle3Drafter, SpecBlockConfig, SpecBlockDrafter, capture_residual
 from hf_hyperdflash.drafters import reading as reading_drafter
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.registry import target_of
@@ -127,3 +127,10 @@ def test_a_new_drafter_has_as_many_heads_as_fit_its_width():
     target = families.qwen3()
     config = Eagle3Drafter.from_target(target, head_dim=8).config
     assert config.num_attention_heads * config.head_dim == target.config.hidden_size
+
+
+def test_a_new_specblock_drafter_without_rank_head_and_shift_has_neither():
+    plain = SpecBlockDrafter(SpecBlockConfig(num_hidden_layers=2, rank_head=False, shift=False))
+    whole = SpecBlockDrafter(SpecBlockConfig(num_hidden_layers=2, rank_head=True, shift=True))
+    assert (plain.config.branching, plain.rank_head, len(plain.shift_proj)) == ([4], None, 0)
+    assert whole.config.branching == [2, 4, 6, 4] and whole.rank_head is not None and len(whole.shift_proj) == 1

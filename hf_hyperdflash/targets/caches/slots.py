@@ -29,7 +29,7 @@ from .name import CACHE
 
 # Arguments that are another in each round.
 _OWN = (CACHE, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "logits_to_keep")
-_GROWTH = 64  # columns that a dynamic layer gets at once: more would be memory for nothing
+_GROWTH = 128  # columns that a dynamic layer gets at once: more would be memory for nothing
 
 
 def is_of_plain_layers(cache: object) -> bool:

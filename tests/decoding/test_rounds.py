@@ -100,6 +100,18 @@ def test_what_is_listed_is_what_is_tested():
     assert {each.config.model_type for each in tested if each.tree_verification in ("mask", "cache")} == masked
 
 
+@pytest.mark.parametrize("family", [families.qwen3, families.gemma3])
+def test_trees_over_a_cache_that_is_to_stay_as_it_is(family, monkeypatch):
+    """As of one that is offloaded layer by layer, which needs an accelerator."""
+    monkeypatch.setattr("hf_hyperdflash.decoding.batch.is_of_plain_layers", lambda cache: False)
+    target, options = bind(family().eval()), dict(do_sample=False, max_new_tokens=20, return_dict_in_generate=True)
+    expected = target.generate(prompt(13), **options).sequences
+    drafter = RandomTrees(target, [expected[0]], most=9)
+    found = target.generate(prompt(13), assistant_model=drafter, **options)
+    assert torch.equal(found.sequences, expected) and drafter.last_stats.tau > 1
+    assert target_of(target).cached_lengths(cache_of(found)) == {32}
+
+
 V4S = [
     bind(tiny_target(layer_types=kinds, sliding_window=size, index_topk=topk, compress_rates=rates, index_n_heads=32))
     for kinds, size, topk, rates in [

@@ -159,7 +159,7 @@ def run_compiled_case(seed: int, backend: str) -> tuple[str, str | None]:
         [{}, {"num_assistant_tokens": "auto"}, {"tree_budget": 5}, {"tree_budget": 12}, {"tree_budget": "auto"}]
     )
     kind, is_random = graphs.choice([*trained_kinds(target).values()]), graphs.random() < 0.3
-    is_launch_bound = graphs.random() < 0.6
+    on_accelerator = graphs.random() < 0.6
     size = graphs.choice([1, 1, 3])
     turns = chance.choice([1, 2]) if size == 1 else 1
     texts = [prompt(chance.randint(1, 40), seed=seed + row)[0] for row in range(size)]
@@ -176,7 +176,7 @@ def run_compiled_case(seed: int, backend: str) -> tuple[str, str | None]:
         plain = {key: value for key, value in asked.items() if key != "compile_config"}
         expected = target.generate(ids, **plain)  # of the whole batch: some processors look at its padding
         drafter: Any = kind
-        SavedDrafter._is_launch_bound = is_launch_bound  # type: ignore[assignment]  # as on an accelerator
+        SavedDrafter._on_accelerator = on_accelerator  # type: ignore[assignment]  # as on an accelerator
         if is_random:
             own = [text[count:] for text, count in zip(expected, padding)]
             drafter = RandomTrees(target, own, seed=seed, most=12 if "tree_budget" in how else 6)

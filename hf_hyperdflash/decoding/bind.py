@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+from transformers.generation.streamers import BaseStreamer
 
 from ..auto.policies import DraftingStats
 from ..drafters.base import Drafter
@@ -349,6 +350,18 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
                 handle.remove()
             target.__class__ = own
     return target
+
+
+@contextmanager
+def bound(target: PreTrainedModel) -> Iterator[None]:
+    """Bind a target inside the `with`, if it is not bound."""
+    was_bound = is_bound(target)
+    bind(target)
+    try:
+        yield
+    finally:
+        if not was_bound:
+            unbind(target)
 
 
 def bind_with(target: PreTrainedModel, drafter: Drafter, as_default: bool) -> bool:

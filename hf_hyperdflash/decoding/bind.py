@@ -18,7 +18,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
-from transformers.generation.streamers import BaseStreamer
 
 from ..auto.policies import DraftingStats
 from ..drafters.base import Drafter

@@ -23,8 +23,7 @@ from ..targets.caches.name import CACHE
 from ..targets.caches.protocols import RewindableCache
 from ..targets.caches.round_cache import RoundForward, RoundLayer
 from ..targets.target import Target, TargetOutput, TreeVerification
-from ..trees.layout import TreeLayout
-from ..trees.tree import DraftTree
+from ..trees.tree import DraftTree, TreeLayout
 from .tokens import TokenBuffer
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from ..trees.acceptance import sample_index
+from ..trees.draws import sample_index
 from ..trees.growth import (
     Admission,
     DraftStep,

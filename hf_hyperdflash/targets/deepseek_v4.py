@@ -28,7 +28,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4UnweightedRMSNorm,
 )
 
-from ..trees.layout import TreeLayout
+from ..trees.tree import TreeLayout
 from .caches.deepseek_v4 import (
     DEFAULT_MAX_REWIND,
     RewindableHCACacheLayer,

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
-from ..trees.layout import TreeLayout
+from ..trees.tree import TreeLayout
 from .attention_masks import MASKED_IMPLEMENTATIONS
 from .caches.linear import CallRecorder, make_linear_rewindable
 from .caches.protocols import RewindableCache, RewindableLayer

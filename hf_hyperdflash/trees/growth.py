@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from .acceptance import sample_siblings
+from .draws import sample_siblings
 from .padding import Padding
 from .tree import ANCHOR, DraftTree
 

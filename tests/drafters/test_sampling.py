@@ -26,7 +26,7 @@ from hf_hyperdflash.drafters.sampling import (
     draw,
     without_state,
 )
-from hf_hyperdflash.trees.acceptance import sample_index
+from hf_hyperdflash.trees.draws import sample_index
 from hf_hyperdflash.trees.growth import DraftStep, DraftVocabulary
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 

@@ -18,11 +18,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import DynamicLayer
 
-from ..targets.attention_masks import attention_mask_for
 from ..targets.caches.name import CACHE
-from ..targets.caches.protocols import RewindableCache
 from ..targets.caches.round_cache import RoundForward, RoundLayer
-from ..targets.target import Target, TargetOutput, TreeVerification
+from ..targets.target import RewindableCache, Target, TargetOutput, TreeVerification, attention_mask_for
 from ..trees.tree import DraftTree, TreeLayout
 from .tokens import TokenBuffer
 

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...targets.attention_masks import attention_mask_for
 from ...targets.compiled import CompiledForwards
 from ...targets.registry import target_of
-from ...targets.target import Target
+from ...targets.target import Target, attention_mask_for
 from ...trees.tree import DraftTree
 from ..parts.context import (
     ContextColumns,

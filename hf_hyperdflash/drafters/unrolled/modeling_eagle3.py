@@ -14,8 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...targets.attention_masks import AttentionMask
-from ...targets.target import Target
+from ...targets.target import AttentionMask, Target
 from ...trees.growth import level_sizes
 from ...trees.tree import DraftTree
 from ..parts.layers import ContextLayer, DrafterRMSNorm, HyperDFlashAttention, HyperDFlashLayer, Rotary

@@ -479,8 +479,8 @@ def rope_switch_of(config: PreTrainedConfig) -> RopeSwitch | None:
 
 
 def check_restart(config: PreTrainedConfig, length: int, max_length: int, padding: int) -> None:
-    """Raise a `ValueError` if a target starts its cache anew while a text grows from `length` to `max_length` tokens. The
-    target does not see the first `padding` of them."""
+    """Raise a `ValueError` if a target starts its cache anew while a text grows from `length` to `max_length`
+    tokens, of which it does not see the first `padding`."""
     at = getattr(config, "original_max_position_embeddings", None)
     if config.model_type in _RESTARTING and at is not None and length - padding <= at < max_length - padding:
         raise ValueError(

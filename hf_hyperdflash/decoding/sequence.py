@@ -26,10 +26,9 @@ from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
 from ..trees.tree import ANCHOR, DraftTree
 from .outputs import OutputRecorder
 from .request import Request
-from .rounds import ChainRound, Choices
+from .rounds import ChainRound, Choices, TokenBuffer
 from .rows import Row
 from .stats import SpeculationStats, clock
-from .tokens import TokenBuffer
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from ...targets.target import Target
 from ...trees.tree import DraftTree
+from ..parts.heads import RankHead, rank_features
 from ..parts.layers import DrafterRMSNorm, HyperDFlashLayer
-from ..parts.rank_head import RankHead, rank_features
 from ..sampling import DraftRequest
 from .configuration import SpecBlockConfig
 from .drafter import UnrolledDrafter, Unrolling

@@ -14,13 +14,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, Outcome, TreePolicy
 from ..drafters.base import AUTO
+from ..drafters.parts.context import DraftContext
 from ..targets.caches.name import CACHE, cache_of
 from ..targets.caches.round_cache import RoundForward, is_of_plain_layers
 from ..targets.compiled import CompiledForwards, compile_options
@@ -221,7 +222,7 @@ class Batch:
         nodes = MOST_NODES if budget == AUTO else budget or 0
         self.max_positions = 1 + max(nodes, *(each.num_drafts for each in sequences))
         self.compiled: CompiledForwards | None = None
-        self._compiled_contexts: list[Any] = []
+        self._compiled_contexts: list[DraftContext] = []
         self.now, self.no_drafts = first.now, DraftTree.chain(first.tokens.ids.new_empty(0))
 
     def prefill(self) -> TargetOutput:
@@ -322,7 +323,8 @@ class Batch:
         max_tokens = self.round_forward.cache.capacity or self.request.static_cache_length(config, config.max_length)
         max_new = 1 + max(sequence.num_drafts for sequence in self.sequences)
         sizes = max_tokens, max_new, self.max_positions - 1
-        self._compiled_contexts = list(self.drafter.compiled_contexts(self.target, contexts, *sizes, self.compiled))
+        compiled = self.drafter.compiled_contexts(self.target, contexts, *sizes, self.compiled)
+        self._compiled_contexts = cast("list[DraftContext]", list(compiled))
 
     @contextmanager
     def interruptible(self, round_: ChainRound | None = None) -> Iterator[None]:

@@ -380,7 +380,12 @@ class ForkedRound(ChainRound):
             name: value.expand(*value.shape[:-2], copies, -1)
             for name, value in text.inputs(self.starts[0], self.starts[0] + self.length).items()
         }
-        others = {name: _repeated(value, copies) for name, value in kwargs.items()}
+        others = {
+            name: value.repeat_interleave(copies, dim=0)
+            if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == 1
+            else value
+            for name, value in kwargs.items()
+        }
         ids = torch.cat([text.unpadded.expand(copies, -1), drafts], dim=1)
         return self._prepare(ids, self.length, {**others, **own})
 
@@ -409,12 +414,6 @@ class ForkedRound(ChainRound):
 
     def _path_through(self, kept: list[int]) -> int:
         return self.coordinates(kept[-1])[0] if kept else 0
-
-
-def _repeated(value: object, times: int) -> object:
-    if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == 1:
-        return value.repeat_interleave(times, dim=0)
-    return value
 
 
 def round_over(

@@ -146,7 +146,7 @@ class Drafter:
         max_new: int,
         max_drafts: int,
         compiled: CompiledForwards,
-    ) -> Sequence[Any]:
+    ) -> Sequence[Context]:
         """Let passes over a batch's contexts run compiled until their `compiled` is `None`. Return these contexts;
         none where a drafter has none such.
 

@@ -87,7 +87,7 @@ def _listed(names: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
-def title_block(config: Any) -> str:
+def title_block(config: PreTrainedConfig) -> str:
     """Return what tells a drafter of blocks from others, by its configuration: reducer, layers and head."""
     head = "" if config.sequential_head == "none" else f", {config.sequential_head} head"
     if config.reducer == "hybrid":

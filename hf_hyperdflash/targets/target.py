@@ -101,7 +101,9 @@ class Target:
         rewindable_kinds: The `config.layer_types` whose cache layers can be rewound after [`make_rewindable`].
         skips_padding: Whether its text would depend on the amount of padding, so that it must not see any.
         rounds: For each thread, its forwards that verify drafts.
-        rope_switch: The length of a text at which its rotary frequencies change; `None` where they never do.
+        rope_switch: The length of a text at which its rotary frequencies change; `None` where they never do. They
+            depend on the highest position of a forward, drafts included, whether or not those are accepted. So a round
+            over that length would apply new ones to tokens for which plain decoding uses the old.
         layers: The decoder layers; the last one's output is the pre-collapse residual.
         norm: The final norm, applied after the collapse; `None` where the collapse has its own.
     """
@@ -452,11 +454,7 @@ def attention_mask_for(implementation: str | None, mask: torch.Tensor, dtype: to
 
 
 class RopeSwitch(NamedTuple):
-    """A length of the text at which rotary frequencies change, which limits what can be drafted.
-
-    They depend on the highest position of a forward, drafts included, whether or not those are accepted. So a round
-    over that length would apply new frequencies to tokens for which plain decoding uses the old.
-    """
+    """A length of the text at which rotary frequencies change."""
 
     length: int
     is_at_every_token: bool  # whether they change with every token from there on, or only once

@@ -50,7 +50,7 @@ import sys
 for other in ("transformers", "accelerate", "huggingface_hub", "safetensors", "numpy"):
     sys.modules[other] = None
 import hf_hyperdflash.drafters.parts.heads, hf_hyperdflash.drafters.parts.reducers
-import hf_hyperdflash.trees.growth, hf_hyperdflash.trees.acceptance, hf_hyperdflash.trees.layout
+import hf_hyperdflash.trees.growth, hf_hyperdflash.trees.acceptance
 """
 
 

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..decoding.bind import bound
 from ..decoding.stats import SpeculationStats
 from ..drafters.base import Observer
 from ..drafters.blocks.drafter import BlockDrafter
 from ..drafters.sampling import Context
-from ..training.trials import Local, bound, run
+from ..training.trials import Local, run
 from ..trees.tree import DraftTree
 
 LEAST_ROUNDS = 100  # to fit on, and as many to measure on

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..decoding.bind import bound
 from ..decoding.stats import SpeculationStats
 from ..drafters.base import Drafter
 from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ..training.data.blocks import walk_rounds
-from ..training.trials import Local, Record, bound, run
+from ..training.trials import Local, Record, run
 from .doctor.ablations import encode
 from .doctor.config_variants import cause_of, draft_every_round, variants
 from .doctor.diagnosis import Finding

@@ -351,6 +351,18 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
     return target
 
 
+@contextmanager
+def bound(target: PreTrainedModel) -> Iterator[None]:
+    """Bind a target inside the `with`, if it is not bound."""
+    was_bound = is_bound(target)
+    bind(target)
+    try:
+        yield
+    finally:
+        if not was_bound:
+            unbind(target)
+
+
 def bind_with(target: PreTrainedModel, drafter: Drafter, as_default: bool) -> bool:
     """Do what [`~drafters.base.Drafter.bind`] promises."""
     pair = Pair.checked(target_of(target), drafter)  # before anything is changed

@@ -11,8 +11,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..targets.caches.name import CACHE
-from ..targets.caches.protocols import RewindableCache
-from ..targets.target import Target, TargetOutput
+from ..targets.target import RewindableCache, Target, TargetOutput
 from .rounds import ChainRound
 
 

@@ -21,10 +21,9 @@ from ..auto.policies import DraftingStats
 from ..drafters.base import AUTO, Drafter, Observer
 from ..drafters.sampling import DraftRequest, DraftSampler
 from ..targets.caches.name import CACHE
-from ..targets.caches.protocols import RewindableCache
 from ..targets.hooks import OPEN_FORWARDS
 from ..targets.registry import check_without_virtual_tokens, is_bound, is_drafter, target_of
-from ..targets.target import Target
+from ..targets.target import RewindableCache, Target
 from ..trees.tree import DraftTree
 
 # Arguments that ask for another way to generate than our loop. With the first ones transformers leaves a drafter out,

@@ -21,17 +21,14 @@ from transformers.generation.streamers import BaseStreamer
 from ..drafters.base import Drafter, EmptyContext
 from ..drafters.sampling import Context, DraftRequest, DraftSampler
 from ..targets.caches.name import CACHE
-from ..targets.caches.protocols import RewindableCache
-from ..targets.rope_switch import check_restart
-from ..targets.target import TargetOutput
+from ..targets.target import RewindableCache, TargetOutput, check_restart
 from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
 from ..trees.tree import ANCHOR, DraftTree
 from .outputs import OutputRecorder
 from .request import Request
-from .rounds import ChainRound, Choices
+from .rounds import ChainRound, Choices, TokenBuffer
 from .rows import Row
 from .stats import SpeculationStats, clock
-from .tokens import TokenBuffer
 
 logger = logging.getLogger(__name__)
 

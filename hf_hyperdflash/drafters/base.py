@@ -15,7 +15,6 @@ from ..targets.target import Target
 from ..targets.vocabulary import check_vocabulary
 from ..trees.tree import DraftTree
 from ..upper import upper
-from .parts.context import DraftContext
 from .sampling import Context, DraftRequest
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ class Drafter:
         max_new: int,
         max_drafts: int,
         compiled: CompiledForwards,
-    ) -> Sequence[DraftContext]:
+    ) -> Sequence[Context]:
         """Let passes over a batch's contexts run compiled until their `compiled` is `None`. Return these contexts;
         none where a drafter has none such.
 

@@ -16,9 +16,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from ..trees.acceptance import sample_index
+from ..trees.draws import sample_index
 from ..trees.growth import (
     Admission,
+    ChainAdmission,
     DraftStep,
     GraphPlan,
     GrownChains,
@@ -27,6 +28,7 @@ from ..trees.growth import (
     Steps,
     best_chances,
     drawn,
+    grow_chains,
     most_probable,
     width_for,
 )
@@ -77,13 +79,6 @@ def _for_paths(processor: LogitsProcessor) -> LogitsProcessor:
     of_paths: Any = copy.copy(processor)
     of_paths.prompt_ignore_length = int(padding)
     return of_paths
-
-
-class ChainAdmission(Protocol):
-    """Admits the drafts of a chain one by one ([`~auto.policies.ChainPolicy`])."""
-
-    def is_open(self) -> bool: ...
-    def admits(self, signal: float) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -254,8 +249,16 @@ def draft_batch(requests: Sequence[DraftRequest], steps: Steps, width: int | Non
         steps: The drafter.
         width: As for [`DraftSampler.grow`].
     """
-    is_tree = requests[0].sampler.tree_budget is not None and any(each.num_drafts for each in requests)
-    return draft_trees(requests, steps, width) if is_tree else draft_chains(requests, steps)
+    sampler, scored = requests[0].sampler, score_batch(requests)
+    anchors, counts = torch.cat([each.ids[:, -1] for each in requests]), [each.num_drafts for each in requests]
+    budget, depth = sampler.tree_budget, max(counts)
+    if budget is None or not depth:
+        grown = grow_chains(anchors, depth, steps, scored, sampler.do_sample, sampler.chain_admission)
+        return drafts_of(grown, requests, range(len(requests)))
+    if sampler.do_sample:
+        return drawn(anchors, counts, budget, steps, scored, sampler.node_admission)
+    going_on = width or width_for(budget)
+    return most_probable(anchors, counts, budget, steps, scored, going_on, width, sampler.node_admission)
 
 
 def can_draft_together(requests: Sequence[DraftRequest]) -> bool:
@@ -294,7 +297,7 @@ def drafts_of(
     where that depends on what was drafted.
 
     Args:
-        grown: What a graph drafted.
+        grown: What was drafted.
         requests: Of those texts that asked.
         rows: Which texts these are.
     """
@@ -306,68 +309,9 @@ def drafts_of(
         count = each.num_drafts
         count = each.sampler.admitted(signals[row][:count]) if signals else count
         sure = None if grown.confidence is None else grown.confidence[row, :count]
-        chains.append(replace(DraftTree.chain(grown.tokens[row, :count]), confidence=sure))
+        chain = DraftTree.chain(grown.tokens[row, :count], [of_all[row] for of_all in grown.q[:count]])
+        chains.append(replace(chain, confidence=sure))
     return chains
-
-
-def draft_trees(requests: Sequence[DraftRequest], steps: Steps, width: int | None = None) -> list[DraftTree]:
-    """Draft trees of several texts that share `do_sample`, `tree_budget` and `node_admission`, one level of all at a
-    time; arguments as for [`draft_batch`]."""
-    sampler, budget = requests[0].sampler, cast(int, requests[0].sampler.tree_budget)
-    anchors, counts = torch.cat([each.ids[:, -1] for each in requests]), [each.num_drafts for each in requests]
-    scored = score_batch(requests)
-    if sampler.do_sample:
-        return drawn(anchors, counts, budget, steps, scored, sampler.node_admission)
-    going_on = width or width_for(budget)
-    return most_probable(anchors, counts, budget, steps, scored, going_on, width, sampler.node_admission)
-
-
-def draft_chains(requests: Sequence[DraftRequest], steps: Steps) -> list[DraftTree]:
-    """Draft chains of several texts from logits that know the drafts before, one draft of all at a time.
-
-    Args:
-        requests: One for each. Somebody who admits drafts one by one has one text alone.
-        steps: The drafter, with the texts as paths.
-    """
-    tokens = torch.cat([each.ids[:, -1] for each in requests])
-    drafts, rows = tokens.new_empty(len(requests), 0), torch.arange(len(requests), device=tokens.device)
-    first, scored, each_one = requests[0].sampler, score_batch(requests), [1] * len(requests)
-    drawn_from: list[torch.Tensor] = []
-    confidence: list[torch.Tensor] = []
-    for k in range(max(each.num_drafts for each in requests)):
-        if not first.is_open():
-            break
-        step = scored(drafts, steps(k, tokens, rows), each_one)
-        # By what is known before the token is drawn: afterwards it would be chosen by what it is.
-        if first.chain_admission is not None and not first.chain_admission.admits(top1_probabilities(step.logits)[0]):
-            break
-        tokens, q = draw(step, first.do_sample)
-        drawn_from += [] if q is None else [q]
-        drafts = torch.cat([drafts, tokens[:, None]], dim=1)
-        confidence += [] if step.confidence is None else [step.confidence]
-    trees = []
-    for row, each in enumerate(requests):
-        tree = DraftTree.chain(drafts[row, : each.num_drafts], [q[row] for q in drawn_from[: each.num_drafts]])
-        sure = torch.stack([of_step[row] for of_step in confidence[: each.num_drafts]]) if confidence else None
-        trees.append(replace(tree, confidence=sure))
-    return trees
-
-
-def draw(step: DraftStep, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Draw a token on each path, or take the most probable one.
-
-    Args:
-        step: With scores in place of logits.
-        do_sample: Whether to draw.
-
-    Returns:
-        The tokens, `[paths]`, and the distributions that they were drawn from, `[paths, config.vocab_size]`; `None` if
-        they are the most probable ones.
-    """
-    if not do_sample:
-        return step.token_ids(step.logits.argmax(-1)), None
-    q = step.logits.softmax(-1)
-    return step.token_ids(sample_index(q).squeeze(1)), step.over_all_tokens(q)
 
 
 def score_batch(requests: Sequence[DraftRequest]) -> Scored:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:  # so that words cost nothing to import
     from transformers import PreTrainedConfig
 
-    from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
-
 _REDUCERS = {
     "hc_gate": "Its reducer is HyperDFlash's gate, {origin}, over {layers}.",
     "fc": "Its reducer is `fc`, the dense projection of DFlash, over {layers}.",
@@ -89,8 +87,8 @@ def _listed(names: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
-def title_block(config: HyperDFlashConfig) -> str:
-    """Return what tells a drafter of blocks from others: its reducer, layers and head."""
+def title_block(config: PreTrainedConfig) -> str:
+    """Return what tells a drafter of blocks from others, by its configuration: reducer, layers and head."""
     head = "" if config.sequential_head == "none" else f", {config.sequential_head} head"
     if config.reducer == "hybrid":
         return f"HyperDFlash hybrid{head}"

@@ -18,7 +18,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..drafters.sampling import stateless_types
-from ..targets.rope_switch import check_restart, rope_switch_of
+from ..targets.target import check_restart, rope_switch_of
 from .target import CACHE_NAME, INSTALL, Rewind, Target
 
 # What this file does not do beside a drafter, by the setting that asks for it.

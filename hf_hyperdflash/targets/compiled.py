@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from transformers.generation.configuration_utils import GenerationConfig
 
-from .fused import copy_function
-
 MIN_ATTENDED = 2048  # columns that a compiled round reads; for a longer text twice as many, and so on
 _SLOW_CALLS = 3  # of a compiled function: CUDA graphs warm up in the first one and are recorded in the next
 Result = TypeVar("Result")
@@ -31,6 +29,13 @@ def keep_addresses(*states: torch.Tensor) -> None:
     for each in states:
         if not torch._inductor.config.freezing:
             torch._dynamo.mark_static_address(each, guard=False)
+
+
+def copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function with code of its own: torch keeps graphs by code, and those of one target must not
+    count as recompilations of another's."""
+    code, name = function.__code__.replace(), function.__name__
+    return types.FunctionType(code, function.__globals__, name, None, function.__closure__)
 
 
 class CompiledGraph:

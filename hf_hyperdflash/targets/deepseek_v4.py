@@ -1,4 +1,4 @@
-"""DeepSeek-V4: its gate in both layouts, its caches and its indexer.
+"""DeepSeek-V4's indexers and compressors in verification rounds.
 
 An indexer's scores are sums over heads of ReLU terms, so many entries can have a score of exactly 0. Which of them
 `topk` chooses depends on the number of entries, and a verification round also has entries of windows that its drafts
@@ -11,39 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
-    DeepseekV4HCACache,
     DeepseekV4HCACompressor,
     DeepseekV4Indexer,
     DeepseekV4RMSNorm,
-    DeepseekV4UnweightedRMSNorm,
 )
 
-from ..trees.layout import TreeLayout
-from .caches.deepseek_v4 import (
-    DEFAULT_MAX_REWIND,
-    RewindableHCACacheLayer,
-    RewindableSlidingCacheLayer,
-    make_rewindable,
-)
-from .caches.protocols import RewindableCache, RewindableLayer
 from .caches.tree_state import TreeState, best_visible
-from .families import HyperConnected, read_gate
-from .fused import Kernel, rms_norm
-from .gate import stream_gates
 from .hooks import PerThread
-from .target import TreeVerification, Trunk
-
-_COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
 
 
 def check_computes(dtype: torch.dtype) -> None:
@@ -64,127 +46,25 @@ def check_computes(dtype: torch.dtype) -> None:
     )
 
 
-class DeepseekV4(HyperConnected):
-    """A DeepSeek-V4, from transformers or from remote code."""
-
-    title = "DeepSeek-V4"
-    rewindable_kinds = HyperConnected.rewindable_kinds | _COMPRESSED
-    skips_padding = True  # its compressors pool padding with text
-
-    def __init__(self, model: PreTrainedModel, trunk: Trunk) -> None:
-        super().__init__(model, trunk)
-        # In DeepSeek's own layout, as remote code has it, the gate's parameters belong to no module.
-        is_bare = not isinstance(getattr(trunk, "hc_head", None), nn.Module)
-        self._bare: Any = (trunk if hasattr(trunk, "hc_head_fn") else model) if is_bare else None
-
-    @classmethod
-    def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
-        config = target.config.get_text_config(decoder=True)
-        is_named = config.model_type == "deepseek_v4" or bool(
-            _COMPRESSED & set(getattr(config, "layer_types", None) or ())
-        )
-        is_bare = hasattr(trunk, "hc_head_fn") or hasattr(target, "hc_head_fn")
-        return is_bare or (is_named and super().fits(target, trunk))
-
-    @property
-    def streams(self) -> int:
-        return self.config.hc_mult if self._bare is None else self._bare.hc_head_fn.shape[0]
-
-    def gate(self) -> dict[str, torch.Tensor]:
-        return super().gate() if self._bare is None else read_gate(self._bare, "hc_head_")
-
-    def collapse(self, residual: torch.Tensor) -> torch.Tensor:
-        if self._bare is None:
-            return super().collapse(residual)
-        gates = stream_gates(residual, **self.gate(), norm_eps=self.norm_eps, hc_eps=self.hc_eps)
-        return self.trunk.norm((gates.unsqueeze(-1) * residual).sum(dim=2).to(residual.dtype))
-
-    @property
-    def collapse_modules(self) -> tuple[nn.Module, ...]:
-        return super().collapse_modules if self._bare is None else (self.trunk.norm,)
-
-    def check_computes(self) -> None:
-        if isinstance(self.norm, DeepseekV4RMSNorm) and self.norm.weight.dtype == torch.float32:
-            check_computes(self.dtype)
-
-    def kernels(self) -> dict[nn.Module, Kernel]:
-        connections, norms = super().kernels(), (DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm)
-        inside = {part for module in connections for part in module.modules()}
-        alone = (module for module in self.model.modules() if type(module) in norms and module not in inside)
-        return {**connections, **dict.fromkeys(alone, rms_norm)}
-
-    # Caches
-
-    def make_rewindable(self, cache: Cache, num_drafts: int) -> None:
-        """Make a cache able to remove that many drafts and the anchor, from its compressors, too."""
-        super().make_rewindable(cache, num_drafts)
-        layers = getattr(cache, "layers", ())
-        if self.config.model_type == "deepseek_v4" or any(isinstance(layer, DeepseekV4HCACache) for layer in layers):
-            make_rewindable(cache, max(DEFAULT_MAX_REWIND, num_drafts + 1))
-
-    def cached_lengths(self, cache: Cache) -> set[int]:
-        """Count the tokens of each compressor, too; a layer without keys has seen none."""
-        lengths = super().cached_lengths(cache)
-        for layer in getattr(cache, "layers", ()):
-            lengths.add(layer.get_seq_length())
-            for name, entries in getattr(layer, "entry_count", {}).items():
-                buffered = layer.buffer_kv[name]
-                lengths.add(entries * layer.compress_rate + (0 if buffered is None else buffered.shape[1]))
-        return lengths
-
-    def attention_keys(self, layer: RewindableLayer, keys: int, count: int, visible: list[int]) -> torch.Tensor:
-        """Return where a token finds its keys, as the base does: compressed entries, one per closed window, come
-        last."""
-        if not hasattr(layer, "entry_count"):
-            return super().attention_keys(layer, keys, count, visible)
-        compressed = cast(RewindableHCACacheLayer, layer)
-        keys -= compressed.entries_in_round("compressor")
-        entries = keys + compressed.entries_seen("compressor", visible[-1], count)
-        return torch.cat([super().attention_keys(layer, keys, count, visible), entries])
-
-    # Draft trees
-
-    @property
-    def tree_verification(self) -> TreeVerification:
-        is_stock = self.config.model_type == "deepseek_v4" and self.config._attn_implementation == "eager"
-        return "cache" if is_stock else "fork"
-
-    def begin_tree(self, cache: RewindableCache, layout: TreeLayout) -> None:
-        for layer in cast("list[RewindableSlidingCacheLayer]", cache.layers):
-            layer.begin_tree(layout)
-
-    def accept(self, cache: RewindableCache, layout: TreeLayout, accepted: list[int]) -> None:
-        for layer in cast("list[RewindableSlidingCacheLayer]", cache.layers):
-            layer.accept(accepted)
-
-    def abort_forward(self, cache: RewindableCache, start: int) -> None:
-        for layer in cache.layers:
-            if hasattr(layer, "accept"):  # remote code's own layers verify no trees
-                layer.accept([])
-        super().abort_forward(cache, start)
-
-    # The indexer
-
-    def register_hooks(self) -> list[RemovableHandle]:
-        """Register hooks on compressors and their indexers. In verification rounds they choose as for one token at a
-        time, and each node of a draft tree chooses among the entries of its own path."""
-        handles = super().register_hooks()
-        for module in self.model.modules():
-            if isinstance(module, DeepseekV4Indexer):
-                remember = partial(_in_rounds, _remember, self.rounds, module)
-                handles.append(module.scorer.register_forward_hook(remember))
-                handles.append(module.register_forward_hook(partial(_in_rounds, _choose_again, self.rounds)))
-            elif isinstance(module, DeepseekV4HCACompressor):
-                handles.append(module.register_forward_hook(partial(_in_rounds, _see_own_path, self.rounds)))
-        return handles
-
-
 Rounds = PerThread[dict[nn.Module, torch.Tensor]]  # the scores of each indexer until it has chosen
 
 
 # What transformers calls a compressor or an indexer with: hidden states, queries, positions, the cache, and the layer.
 CompressorInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Cache | None, int]
 Compressed = tuple[torch.Tensor, torch.Tensor | None]  # entries, and the bias of the attention to them
+
+
+def hooks_of_rounds(model: nn.Module, rounds: Rounds) -> list[RemovableHandle]:
+    """Register hooks on compressors and their indexers. In verification rounds they choose as for one token at a time,
+    and each node of a draft tree chooses among the entries of its own path."""
+    handles = []
+    for module in model.modules():
+        if isinstance(module, DeepseekV4Indexer):
+            handles.append(module.scorer.register_forward_hook(partial(_in_rounds, _remember, rounds, module)))
+            handles.append(module.register_forward_hook(partial(_in_rounds, _choose_again, rounds)))
+        elif isinstance(module, DeepseekV4HCACompressor):
+            handles.append(module.register_forward_hook(partial(_in_rounds, _see_own_path, rounds)))
+    return handles
 
 
 def _in_rounds(act: Callable[..., object], rounds: Rounds, *args: object) -> object:

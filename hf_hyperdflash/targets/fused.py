@@ -23,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .compiled import copy_function
 from .hooks import PerThread
+from .target import Kernel, Outputs
 
 _FORWARDS = ("_old_forward", "forward")  # of an instance; the first where accelerate's hooks wrap it
 
@@ -38,10 +40,6 @@ class HyperConnection(Protocol):
     base: nn.Parameter
     scale: nn.Parameter
     input_norm: Any
-
-
-Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of a module
-Kernel = Callable[[Any, torch.Tensor], Outputs]  # does a module's forward
 
 
 class FusedForward:
@@ -190,13 +188,6 @@ def _is_interpreted() -> bool:
 
 def _runs_triton(device: str) -> bool:
     return _is_interpreted() if device == "cpu" else device in ("cuda", "xpu") and _kernels() is not None
-
-
-def copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function with code of its own: torch keeps graphs by code, and those of one target must not
-    count as recompilations of another's."""
-    code, name = function.__code__.replace(), function.__name__
-    return types.FunctionType(code, function.__globals__, name, None, function.__closure__)
 
 
 def _line_of(error: Exception) -> str:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Protocol, cast
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
-from ..trees.layout import TreeLayout
-from .attention_masks import MASKED_IMPLEMENTATIONS
+from ..trees.tree import TreeLayout
 from .caches.linear import CallRecorder, make_linear_rewindable
-from .caches.protocols import RewindableCache, RewindableLayer
-from .fused import Kernel
 from .hooks import EMBEDDINGS, PerThread
-from .rope_switch import rope_switch_of
 
 # How a draft tree is verified. "mask": by one forward with a mask of ancestors, over layers that read nothing but keys
 # that a mask shows them; so it also tells apart the texts of a batch, and the columns of a static cache. "cache": by
@@ -37,6 +35,12 @@ _PARTS = {
     "idx_keys": -2,
 }  # the tensors of layers with an indexer, and their dimension of tokens
 _MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "of no declared kind"})
+MASKED_IMPLEMENTATIONS = frozenset({"eager", "sdpa", "flex_attention"})
+AttentionMask = torch.Tensor | BlockMask
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of a module
+Kernel = Callable[[Any, torch.Tensor], Outputs]  # does a module's forward
+# They run a text from its start again, in a new cache, once it is longer than the length of the switch.
+_RESTARTING = frozenset({"phi3", "phimoe", "phi4_multimodal"})
 
 
 class TargetOutput(Protocol):
@@ -51,6 +55,29 @@ class TargetOutput(Protocol):
     logits: torch.Tensor
     hidden_states: tuple[torch.Tensor, ...] | None
     attentions: tuple[torch.Tensor, ...] | None
+
+
+class RewindableLayer(Protocol):
+    """A cache layer from which the last tokens can be removed."""
+
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+
+    def get_seq_length(self) -> int: ...
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]: ...
+    def crop(self, tokens_to_remove: int) -> None: ...
+
+
+class RewindableCache(Protocol):
+    """A cache from which the last tokens can be removed: `crop(-n)` removes n."""
+
+    @property
+    def layers(self) -> Sequence[RewindableLayer]: ...
+    def get_seq_length(self) -> int: ...
+    def activate_past_recording(self) -> None: ...
+    def crop(self, tokens_to_remove: int) -> None: ...
+    def batch_repeat_interleave(self, repeats: int) -> None: ...
+    def batch_select_indices(self, indices: torch.Tensor) -> None: ...
 
 
 class Trunk(Protocol):
@@ -74,7 +101,9 @@ class Target:
         rewindable_kinds: The `config.layer_types` whose cache layers can be rewound after [`make_rewindable`].
         skips_padding: Whether its text would depend on the amount of padding, so that it must not see any.
         rounds: For each thread, its forwards that verify drafts.
-        rope_switch: The length of a text at which its rotary frequencies change; `None` where they never do.
+        rope_switch: The length of a text at which its rotary frequencies change; `None` where they never do. They
+            depend on the highest position of a forward, drafts included, whether or not those are accepted. So a round
+            over that length would apply new ones to tokens for which plain decoding uses the old.
         layers: The decoder layers; the last one's output is the pre-collapse residual.
         norm: The final norm, applied after the collapse; `None` where the collapse has its own.
     """
@@ -390,3 +419,70 @@ def computable(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     quantized weight's dtype cannot be computed in."""
     dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else values.dtype
     return values.to(dtype=dtype, device=values.device if weight.is_meta else weight.device)
+
+
+def attention_mask_for(implementation: str | None, mask: torch.Tensor, dtype: torch.dtype) -> AttentionMask:
+    """Return a mask as an implementation of transformers' attention interface takes it.
+
+    Args:
+        implementation: `config._attn_implementation`.
+        mask: Boolean `[batch, 1, queries, keys]`, `True` where a query sees a key.
+        dtype: That of the attention's logits.
+
+    Raises:
+        ValueError: If the implementation takes no masks of this kind.
+    """
+    if implementation == "sdpa":
+        return mask
+    if implementation == "flex_attention":
+        batch, _, queries, keys = mask.shape
+        visible = mask[:, 0]
+        return create_block_mask(
+            lambda b, h, q, k: visible[b, q, k],
+            batch,
+            None,
+            queries,
+            keys,
+            device=str(mask.device),  # type: ignore[arg-type]
+        )
+    if implementation == "eager":
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+    raise ValueError(
+        f"`attn_implementation` is {implementation!r}, which cannot mask blocks of several anchors: train with "
+        "'sdpa' or 'flex_attention', and draft so where layers are causal or windows count from each slot."
+    )
+
+
+class RopeSwitch(NamedTuple):
+    """A length of the text at which rotary frequencies change."""
+
+    length: int
+    is_at_every_token: bool  # whether they change with every token from there on, or only once
+
+    def max_drafts(self, seen: int) -> float:
+        """Return how deep the drafts of a round may go after `seen` tokens, the anchor included."""
+        if seen <= self.length:
+            return self.length - seen
+        return 0 if self.is_at_every_token else math.inf
+
+
+def rope_switch_of(config: PreTrainedConfig) -> RopeSwitch | None:
+    """Return the switch of a target by its text configuration; `None` if its frequencies never change."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [each for each in (rope, *rope.values()) if isinstance(each, Mapping) and each.get("rope_type")]
+    if any("dynamic" in each["rope_type"] for each in kinds):
+        return RopeSwitch(config.max_position_embeddings, is_at_every_token=True)
+    lengths = [each["original_max_position_embeddings"] for each in kinds if each["rope_type"] == "longrope"]
+    return RopeSwitch(min(lengths), is_at_every_token=False) if lengths else None
+
+
+def check_restart(config: PreTrainedConfig, length: int, max_length: int, padding: int) -> None:
+    """Raise a `ValueError` if a target starts its cache anew while a text grows from `length` to `max_length`
+    tokens, of which it does not see the first `padding`."""
+    at = getattr(config, "original_max_position_embeddings", None)
+    if config.model_type in _RESTARTING and at is not None and length - padding <= at < max_length - padding:
+        raise ValueError(
+            f"A {config.model_type} target starts its cache anew at {at + 1} tokens, where no draft can be taken "
+            f"back: expected a text that ends before, and one of {length - padding} may have {max_length - padding}. "
+            f"Set `max_length={at + padding}`, or leave `assistant_model` out."
+        )

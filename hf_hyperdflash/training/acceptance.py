@@ -13,8 +13,9 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..decoding.bind import bound
 from ..decoding.stats import SpeculationStats
-from .trials import Local, bound, run
+from .trials import Local, run
 
 # Patterns of the metrics of generation and of the trainer's own evaluations.
 _GENERATION_METRICS = r"tau|mean_accepted_drafts|tokens_per_second|(conditional_)?acceptance_\d+"

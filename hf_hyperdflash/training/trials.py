@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -13,10 +12,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from ..decoding.bind import bind, unbind
 from ..decoding.request import check_tree_budget
 from ..decoding.stats import SpeculationStats, clock
-from ..targets.registry import is_bound
 from .runs.progress import progress_bar
 
 
@@ -112,15 +109,3 @@ def run(
             if seed is not None:
                 torch.manual_seed(seed + number)
             yield number, index, methods[index].generate(prompt, temperature, max_new_tokens)
-
-
-@contextmanager
-def bound(target: PreTrainedModel) -> Iterator[None]:
-    """Bind a target inside the `with`, if it is not bound."""
-    was_bound = is_bound(target)
-    bind(target)
-    try:
-        yield
-    finally:
-        if not was_bound:
-            unbind(target)

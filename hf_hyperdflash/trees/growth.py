@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from .acceptance import sample_siblings
+from .draws import sample_index, sample_siblings
 from .padding import Padding
 from .tree import ANCHOR, DraftTree
 
@@ -58,6 +58,13 @@ class Admission(NamedTuple):
         """Return slope and intercept of `survival`, and `log_min_probability`, `[3]`: inputs of a graph, new in every
         round."""
         return torch.tensor([*self.survival.line, self.log_min_probability], device=device)
+
+
+class ChainAdmission(Protocol):
+    """Admits the drafts of a chain one by one ([`~auto.policies.ChainPolicy`])."""
+
+    def is_open(self) -> bool: ...
+    def admits(self, signal: float) -> bool: ...
 
 
 class DraftVocabulary(NamedTuple):
@@ -116,17 +123,20 @@ and the number of each text's paths, to a step with scores in place of logits.""
 
 
 class GrownChains(NamedTuple):
-    """The most probable chain of each text, on the device.
+    """A chain of each text, on the device.
 
     Attributes:
         tokens: `[batch, drafts]`.
         confidence: The drafter's probability that the target accepts each, `[batch, drafts]`; `None` if it gives none.
         signals: The drafter's probability of each, `[batch, drafts]`; `None` where nobody learns from it.
+        q: The distributions that they were drawn from, for each draft `[batch, config.vocab_size]`; none of the most
+            probable tokens.
     """
 
     tokens: torch.Tensor
     confidence: torch.Tensor | None
     signals: torch.Tensor | None
+    q: Sequence[torch.Tensor] = ()
 
 
 class GrownNodes(NamedTuple):
@@ -305,16 +315,54 @@ def grow_in_graph(
     if plan.tree_budget is not None:
         going_on = width or width_for(plan.tree_budget)
         return grow_best(anchors, counts, depth, plan.tree_budget, steps, None, going_on, width, plan.admission)
-    tokens, rows = [anchors], torch.arange(len(anchors), device=anchors.device)
+    return grow_chains(anchors, depth, steps, has_signals=plan.has_signals)
+
+
+def grow_chains(
+    anchors: torch.Tensor,
+    depth: int,
+    steps: Steps,
+    scored: Scored | None = None,
+    do_sample: bool = False,
+    admission: ChainAdmission | None = None,
+    has_signals: bool = False,
+) -> GrownChains:
+    """Draft a chain of each text, one draft of all at a time, eagerly or inside a graph.
+
+    Args:
+        anchors: The last token of each text, `[batch]`.
+        depth: The number of drafts.
+        steps: The drafter, with the texts as paths.
+        scored: The requests' processors; `None` inside a graph, which has none.
+        do_sample: Whether tokens are drawn; else they are the most probable ones.
+        admission: Who admits the drafts of the only text one by one; `None` for all.
+        has_signals: Whether to return the drafter's probabilities, for somebody who admits drafts afterwards.
+    """
+    count, tokens = len(anchors), anchors
+    drafts, rows = anchors.new_empty(count, 0), torch.arange(count, device=anchors.device)
     confidence: list[torch.Tensor] = []
     signals: list[torch.Tensor] = []
+    q: list[torch.Tensor] = []
     for k in range(depth):
-        step = steps(k, tokens[-1], rows)
-        tokens.append(step.token_ids(step.logits.argmax(-1)))
+        if admission is not None and not admission.is_open():
+            break
+        step = steps(k, tokens, rows)
+        step = step if scored is None else scored(drafts, step, [1] * count)
+        # By what is known before the token is drawn: afterwards it would be chosen by what it is.
+        if admission is not None and not admission.admits(float(best_chances(step.logits))):
+            break
+        if do_sample:
+            distribution = step.logits.softmax(-1)
+            best = sample_index(distribution).squeeze(1)
+            q.append(step.over_all_tokens(distribution))
+        else:
+            best = step.logits.argmax(-1)
+        tokens = step.token_ids(best)
+        drafts = torch.cat([drafts, tokens[:, None]], dim=1)
         confidence += [] if step.confidence is None else [step.confidence]
-        signals += [best_chances(step.logits)] if plan.has_signals else []
+        signals += [best_chances(step.logits)] if has_signals else []
     of_all = (torch.stack(each, dim=1) if each else None for each in (confidence, signals))
-    return GrownChains(torch.stack(tokens[1:], dim=1), *of_all)
+    return GrownChains(drafts, *of_all, q)
 
 
 def best_chances(scores: torch.Tensor) -> torch.Tensor:

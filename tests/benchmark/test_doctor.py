@@ -23,9 +23,8 @@ from hf_hyperdflash import (
 from hf_hyperdflash.benchmark.doctor import ablations, config_variants, diagnosis, fit
 from hf_hyperdflash.benchmark.doctor import examine as doctor
 from hf_hyperdflash.benchmark.doctor.config_variants import Variant
+from hf_hyperdflash.benchmark.doctor.diagnosis import MeasuredCosts, Timed
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS, examine
-from hf_hyperdflash.benchmark.doctor.recommended import Timed
-from hf_hyperdflash.benchmark.doctor.round_costs import MeasuredCosts
 from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.cards import TRAINING_RECORD

@@ -5,7 +5,8 @@ import pytest
 
 from hf_hyperdflash import DeepseekV4MTPDrafter
 from hf_hyperdflash.benchmark.doctor import recommended
-from hf_hyperdflash.benchmark.doctor.recommended import Timed, ranked, recommendation, time_settings
+from hf_hyperdflash.benchmark.doctor.diagnosis import Timed, recommendation
+from hf_hyperdflash.benchmark.doctor.recommended import ranked, time_settings
 from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.training import trials
 

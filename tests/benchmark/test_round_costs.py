@@ -6,10 +6,17 @@ from matplotlib.figure import Figure
 
 from hf_hyperdflash import PromptLookupDrafter
 from hf_hyperdflash.benchmark.doctor import round_costs
-from hf_hyperdflash.benchmark.doctor.diagnosis import Change, Diagnosis, Examination, blame_costs, tables
+from hf_hyperdflash.benchmark.doctor.diagnosis import (
+    Change,
+    Diagnosis,
+    Examination,
+    MeasuredCosts,
+    Timed,
+    blame_costs,
+    tables,
+)
 from hf_hyperdflash.benchmark.doctor.page import _draw_costs
-from hf_hyperdflash.benchmark.doctor.recommended import Timed
-from hf_hyperdflash.benchmark.doctor.round_costs import WIDTHS, MeasuredCosts, measure_round_costs
+from hf_hyperdflash.benchmark.doctor.round_costs import WIDTHS, measure_round_costs
 from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.decoding.bind import learned_stats
 from hf_hyperdflash.decoding.request import AUTO

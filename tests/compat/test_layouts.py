@@ -33,7 +33,7 @@ from hf_hyperdflash import HyperDFlashDrafter, capture_residual, load_drafter
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.targets.registry import target_of
-from hf_hyperdflash.trees.acceptance import sample_index
+from hf_hyperdflash.trees.draws import sample_index
 
 from .programs import require_checkout, require_package
 

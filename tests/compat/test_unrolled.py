@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, Qwe
 
 from hf_hyperdflash import load_drafter
 from hf_hyperdflash.drafters.parts.context import rows_of
-from hf_hyperdflash.drafters.parts.rank_head import rank_features
+from hf_hyperdflash.drafters.parts.heads import rank_features
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.unrolled.unrolling import Unrolling
 from hf_hyperdflash.targets.registry import target_of

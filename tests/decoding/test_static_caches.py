@@ -27,8 +27,7 @@ from hf_hyperdflash.targets import compiled
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.targets.caches.round_cache import RoundCache, move_columns
 from hf_hyperdflash.targets.compiled import CompiledGraph
-from hf_hyperdflash.trees.layout import TreeLayout
-from hf_hyperdflash.trees.tree import DraftTree
+from hf_hyperdflash.trees.tree import DraftTree, TreeLayout
 
 from ..conftest import mostly_nightly, prompt
 from ..fuzz_trees import padded_on_the_left, trained_kinds

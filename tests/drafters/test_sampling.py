@@ -22,11 +22,10 @@ from transformers.generation import logits_process as stock
 from hf_hyperdflash.drafters.sampling import (
     DraftRequest,
     DraftSampler,
-    draft_chains,
-    draw,
+    draft_batch,
     without_state,
 )
-from hf_hyperdflash.trees.acceptance import sample_index
+from hf_hyperdflash.trees.draws import sample_index
 from hf_hyperdflash.trees.growth import DraftStep, DraftVocabulary
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
@@ -170,9 +169,9 @@ def test_drafts_are_those_of_a_naive_loop(names, do_sample, drafts, dtype, seed)
         assert tree.q is None
     if drafts:
         torch.manual_seed(seed + 1)
-        token, drawn_from = draw(DraftStep(sampler.scored(ids, logits[:, 0])), do_sample)
-        assert token.tolist() == text[0, 6:7].tolist()
-        assert torch.equal(drawn_from[0], q[0]) if do_sample else drawn_from is None
+        alone = sampler.grow(ids, 1, lambda *_: DraftStep(logits[:, 0]))
+        assert alone.tokens.tolist() == text[0, 6:7].tolist()
+        assert torch.equal(alone.q[0], q[0]) if do_sample else alone.q is None
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -220,7 +219,7 @@ def test_chains_that_are_drawn_in_step_have_the_joint_law_of_chains_that_are_dra
     ]
     law, of_each = {}, [{}, {}]
     for probability, trees in every_outcome(
-        lambda: draft_chains(requests, lambda k, tokens, at: DraftStep(logits[at, k, tokens]))
+        lambda: draft_batch(requests, lambda k, tokens, at: DraftStep(logits[at, k, tokens]))
     ):
         key = tuple(tuple(tree.tokens.tolist()) for tree in trees)
         law[key] = law.get(key, 0) + probability

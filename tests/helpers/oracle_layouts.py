@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_hyperdflash.trees.acceptance import sample_index
+from hf_hyperdflash.trees.draws import sample_index
 
 from . import oracle_dflash as base
 from .oracle_dflash import THETA, Drafter, Target, Weights

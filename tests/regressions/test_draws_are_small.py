@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_hyperdflash.trees.acceptance import sample_index
+from hf_hyperdflash.trees.draws import sample_index
 
 ROWS, VOCABULARY = 7, 49_152
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_hyperdflash import PromptLookupDrafter
-from hf_hyperdflash.targets.rope_switch import RopeSwitch, rope_switch_of
+from hf_hyperdflash.targets.target import RopeSwitch, rope_switch_of
 
 from ..conftest import half_right_about, prompt
 from ..helpers.families import made

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hf_hyperdflash.decoding.bind import bound
 from hf_hyperdflash.training import trials
 from hf_hyperdflash.training.runs import progress
 from hf_hyperdflash.training.runs.progress import progress_bar
-from hf_hyperdflash.training.trials import Local, Record, bound, run
+from hf_hyperdflash.training.trials import Local, Record, run
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 

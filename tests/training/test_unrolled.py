@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hyperdflash import capture_residual
-from hf_hyperdflash.drafters.parts.rank_head import rank_classes, rank_features
+from hf_hyperdflash.drafters.parts.heads import rank_classes, rank_features
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.losses.loss import IGNORE_INDEX, rank_loss
 from hf_hyperdflash.training.losses.objective import collate

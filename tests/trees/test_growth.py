@@ -16,7 +16,7 @@ from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.auto.acceptance import AcceptanceLine
 from hf_hyperdflash.drafters.sampling import DraftSampler
-from hf_hyperdflash.trees.acceptance import sample_siblings
+from hf_hyperdflash.trees.draws import sample_siblings
 from hf_hyperdflash.trees.growth import (
     ACCEPTED,
     SHARPENED,

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hyperdflash.trees.layout import TreeLayout
-from hf_hyperdflash.trees.tree import DraftTree
+from hf_hyperdflash.trees.tree import DraftTree, TreeLayout
 
 from ..helpers.draft_trees import lists_of_parents, path_to
 

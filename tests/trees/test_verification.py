@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hyperdflash.trees.acceptance import greedy_walk, sample_index, sampled_walk, traversal_walk
+from hf_hyperdflash.trees.acceptance import greedy_walk, sampled_walk, traversal_walk
+from hf_hyperdflash.trees.draws import sample_index
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
 from ..helpers.draft_trees import SAMPLING_RULES, WHOLE_TREE_RULES, parents_and_tokens, path_to, steps_by

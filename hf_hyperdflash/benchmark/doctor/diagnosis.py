@@ -14,14 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...decoding.request import AUTO
 from ...drafters.base import Drafter
 from ..intervals import Interval
-from .recommended import Timed, recommendation
-from .round_costs import MeasuredCosts
 
 LEAST_TAU = 1.2  # below it no hardware has a speedup
 LEAST_PROMPTS = 8  # below it nothing is changed: all of 8 prompts prefer a setting by chance once in 256 times
 _USUAL = 8  # drafts a round; more may be too many for any machine
 _DEAR = 2.2  # plain tokens that verifying them takes where the machine, or a mixture of experts, is to blame
 _SLOW = 1.1  # a speedup that is none
+_NOISE = 1.05  # a ratio of speeds that differs from run to run
 _FEWER = 1.15  # a ratio of speeds at which another number of drafts is worth a word
 _MOST_PROBLEMS = 4  # in a verdict
 _OF_COSTS = {"verification", "draft count", "drafting"}  # causes that depend on the machine
@@ -50,6 +49,77 @@ class Change(NamedTuple):
     def matters(self, least: float) -> bool:
         """Return whether it certainly brings tokens, and at least so many times as many."""
         return self.ratio.low > 1 and self.ratio.value >= least
+
+
+@dataclass
+class MeasuredCosts:
+    """Seconds of rounds, medians."""
+
+    context: int  # tokens of each text before them
+    texts: int  # of the batch
+    plain: float  # a token of each text without a drafter
+    rounds: dict[int, float]  # by width, without drafting
+    drafting: dict[int, float] = field(default_factory=dict)  # by the number of drafts
+    compiled: MeasuredCosts | None = None  # the same over a static cache, compiled
+
+    def verifying(self, drafts: int) -> float:
+        """Return what verifying so many drafts and the anchor takes, in plain tokens."""
+        return float(np.interp(1 + drafts, list(self.rounds), list(self.rounds.values()))) / self.plain
+
+    def asking(self, drafts: int) -> float:
+        """Return what drafting so many takes, in plain tokens."""
+        least, most = min(self.drafting, default=0), max(self.drafting, default=0)
+        if most <= least:
+            return self.drafting.get(most, 0.0) / self.plain
+        slope = (self.drafting[most] - self.drafting[least]) / (most - least)
+        return max(self.drafting[least] + slope * (drafts - least), 0.0) / self.plain
+
+    def break_even(self, drafts: int) -> float:
+        """Return how many tokens a round has to bring to take no longer than without drafts."""
+        return self.verifying(drafts) + self.asking(drafts)
+
+    def speedup(self, drafts: int, acceptance: Sequence[float]) -> float:
+        """Return the speed with so many drafts a round, as a multiple of the target's alone, prompts left out. Of each
+        draft position `acceptance` has the share of rounds that accepted it."""
+        return (1 + sum(acceptance[:drafts])) / self.break_even(drafts)
+
+
+class Timed(NamedTuple):
+    """Settings of a call with their speed."""
+
+    settings: dict[str, int | str]  # arguments of `generate`
+    speedup: Interval
+    fastest: Interval  # speed of the fastest settings as a multiple of this one's
+
+    @property
+    def call(self) -> str:
+        """The settings as they are written in a call."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+
+    def __str__(self) -> str:
+        return f"`{self.call}` {self.speedup.value:.2f}x ({self.speedup.low:.2f} to {self.speedup.high:.2f})"
+
+    @property
+    def near(self) -> bool:
+        """Whether its speed cannot be distinguished from the fastest."""
+        return self.fastest.low <= 1 or self.fastest.value <= _NOISE
+
+
+def recommendation(timed: Sequence[Timed]) -> str:
+    """Describe the settings to begin with: of those that are as fast as the fastest, `"auto"`, or the shortest."""
+    fastest = timed[0]
+    faster = [each for each in timed if each.speedup.low > 1 and each.speedup.value >= _NOISE]
+    if not faster:
+        is_slow = fastest.speedup.low > 1 or all(each.speedup.high < 1 for each in timed)
+        reason = (
+            "no drafter: nothing that was tried is clearly" if is_slow else "cannot be told: nothing is certain to be"
+        )
+        return f"{reason} faster than the target alone; at best {fastest}"
+    near = [each for each in faster if each.near] or faster
+    by_itself = [each for each in near if each.settings == {"num_assistant_tokens": AUTO}]
+    best = min(by_itself or near, key=lambda each: len(each.settings))
+    merit = "finds its number by itself" if by_itself else "is shorter to write"
+    return f"{best} the target alone" + ("" if best is fastest else f", within noise of the fastest, and {merit}")
 
 
 @dataclass

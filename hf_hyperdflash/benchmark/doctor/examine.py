@@ -12,11 +12,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...decoding.bind import learned_stats
+from ...decoding.bind import bound, learned_stats
 from ...decoding.stats import SpeculationStats, exact_timing
 from ...drafters.base import Drafter
 from ...targets.registry import is_drafter, target_of
-from ...training.trials import Local, bound, run
+from ...training.trials import Local, run
 from . import ablations, config_variants, fit
 from .diagnosis import (
     LEAST_PROMPTS,
@@ -25,12 +25,13 @@ from .diagnosis import (
     Diagnosis,
     Examination,
     Finding,
+    MeasuredCosts,
     blame_costs,
     counted,
     first_line,
 )
 from .recommended import TEMPERATURES, ranked, time_settings
-from .round_costs import MeasuredCosts, measure_round_costs
+from .round_costs import measure_round_costs
 
 PROMPTS = (
     "Write a Python function that adds two numbers.",

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,43 +20,11 @@ from ...targets.registry import target_of
 from ...targets.target import Target
 from ...training.trials import Local
 from ...trees.tree import DraftTree
+from .diagnosis import MeasuredCosts
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # verification positions of a round
 _ROUNDS, _TURNS = 4, 3  # of each width in one generation, and generations
 _USUAL = 16  # verification positions that are timed also where time is short
-
-
-@dataclass
-class MeasuredCosts:
-    """Seconds of rounds, medians."""
-
-    context: int  # tokens of each text before them
-    texts: int  # of the batch
-    plain: float  # a token of each text without a drafter
-    rounds: dict[int, float]  # by width, without drafting
-    drafting: dict[int, float] = field(default_factory=dict)  # by the number of drafts
-    compiled: MeasuredCosts | None = None  # the same over a static cache, compiled
-
-    def verifying(self, drafts: int) -> float:
-        """Return what verifying so many drafts and the anchor takes, in plain tokens."""
-        return float(np.interp(1 + drafts, list(self.rounds), list(self.rounds.values()))) / self.plain
-
-    def asking(self, drafts: int) -> float:
-        """Return what drafting so many takes, in plain tokens."""
-        least, most = min(self.drafting, default=0), max(self.drafting, default=0)
-        if most <= least:
-            return self.drafting.get(most, 0.0) / self.plain
-        slope = (self.drafting[most] - self.drafting[least]) / (most - least)
-        return max(self.drafting[least] + slope * (drafts - least), 0.0) / self.plain
-
-    def break_even(self, drafts: int) -> float:
-        """Return how many tokens a round has to bring to take no longer than without drafts."""
-        return self.verifying(drafts) + self.asking(drafts)
-
-    def speedup(self, drafts: int, acceptance: Sequence[float]) -> float:
-        """Return the speed with so many drafts a round, as a multiple of the target's alone, prompts left out. Of each
-        draft position `acceptance` has the share of rounds that accepted it."""
-        return (1 + sum(acceptance[:drafts])) / self.break_even(drafts)
 
 
 class _AllTimed(Exception):

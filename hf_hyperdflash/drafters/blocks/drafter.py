@@ -8,9 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...targets.attention_masks import AttentionMask, attention_mask_for
 from ...targets.compiled import CompiledForwards
-from ...targets.target import Target, soft_capped
+from ...targets.target import AttentionMask, Target, attention_mask_for, soft_capped
 from ...trees.growth import GraphPlan, GrownChains, GrownNodes, grow_in_graph
 from ...trees.tree import DraftTree, are_trees_kept
 from ..parts.context import ContextColumns, DraftContext, anchors_of, compile_contexts, padded_pending

@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from ...targets.attention_masks import AttentionMask
+from ...targets.target import AttentionMask
 from .reducers import HCGateReducer, RMSNorm
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]

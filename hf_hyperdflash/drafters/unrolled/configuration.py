@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..configuration import DrafterConfig, within
-from ..parts.rank_head import RANK_CLASSES, RANK_CONTEXT
+from ..parts.heads import RANK_CLASSES, RANK_CONTEXT
 
 
 class UnrolledConfig(DrafterConfig):

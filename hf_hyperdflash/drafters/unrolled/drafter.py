@@ -17,10 +17,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...targets.attention_masks import attention_mask_for
 from ...targets.compiled import CompiledForwards
 from ...targets.registry import target_of
-from ...targets.target import Target
+from ...targets.target import Target, attention_mask_for
 from ...trees.tree import DraftTree
 from ..parts.context import (
     ContextColumns,
@@ -41,7 +40,7 @@ from ..parts.layers import (
 )
 from ..parts.reducers import REDUCERS
 from ..reading import HiddenStateDrafter
-from ..sampling import DraftRequest, can_draft_together, drafts_of, graph_plan
+from ..sampling import DraftRequest, can_draft_together, draft_batch, drafts_of, graph_plan
 from .configuration import UnrolledConfig
 from .unrolling import Unrolling, draft_best, run_entries, width_of_pass
 
@@ -82,8 +81,8 @@ class UnrolledNetwork(nn.Module):
 
 
 class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
-    """The base of drafters of entries. A subclass has [`_begin`] and [`_draft`] and, where they differ, [`condition`],
-    [`_between`] and [`next_condition`].
+    """The base of drafters of entries. A subclass has [`_begin`] and, where they differ, [`condition`], [`_between`],
+    [`next_condition`] and [`_draft`].
     """
 
     config: UnrolledConfig
@@ -321,8 +320,7 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
                 # Of their own, as a graph's outputs last until it runs again.
                 self._keep_entries(contexts, states.clone(), rows)
                 if plan is not None:
-                    trees = drafts_of(drafted, requests, rows)
-                    return [replace(tree, passes=tuple(1 + (k - 1) // size for k in tree.depths)) for tree in trees]
+                    return self._with_passes(drafts_of(drafted, requests, rows))
                 lengths = torch.tensor([[context.length] for context in compiled.contexts], device=self.device)
                 states = torch.cat([context.states for context in contexts])
                 known = compiled.buffer, states, positions, lengths, compiled.attended
@@ -377,7 +375,14 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
         return None
 
     def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        raise NotImplementedError(f"A {type(self).__name__} has no `_draft`.")
+        """Draft chains, or trees level by level."""
+        is_chain = requests[0].sampler.tree_budget is None
+        step = unrolling.chain_step if is_chain else unrolling.tree_step
+        return self._with_passes(draft_batch(requests, step, self.tree_width))
+
+    def _with_passes(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        size = self.config.block_size
+        return [replace(tree, passes=tuple(1 + (k - 1) // size for k in tree.depths)) for tree in trees]
 
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
         """Return logits `[..., target.config.vocab_size]` from states `[..., config.hidden_size]`, which are normed

@@ -7,21 +7,16 @@ are any, are as usual.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ...targets.attention_masks import AttentionMask
-from ...targets.target import Target
+from ...targets.target import AttentionMask
 from ...trees.growth import level_sizes
-from ...trees.tree import DraftTree
 from ..parts.layers import ContextLayer, DrafterRMSNorm, HyperDFlashAttention, HyperDFlashLayer, Rotary
-from ..sampling import DraftRequest, draft_batch
 from .configuration import Eagle3Config
-from .drafter import UnrolledDrafter, Unrolling
+from .drafter import UnrolledDrafter
 
 
 class Eagle3Layer(HyperDFlashLayer):
@@ -108,8 +103,3 @@ class Eagle3Drafter(Eagle3Network, UnrolledDrafter):
             return min(budget, self.tree_width)
         of_all = (level_sizes(count, budget)[:-1] for count in range(1, self.max_draft_tokens + 1))
         return max(max(sizes, default=1) for sizes in of_all)
-
-    def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        step = unrolling.chain_step if requests[0].sampler.tree_budget is None else unrolling.tree_step
-        trees = draft_batch(requests, step, self.config.tree_width)
-        return [replace(tree, passes=tree.depths) for tree in trees]

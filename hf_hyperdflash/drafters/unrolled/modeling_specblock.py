@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -11,8 +10,8 @@ from torch import nn
 
 from ...targets.target import Target
 from ...trees.tree import DraftTree
+from ..parts.heads import RankHead, rank_features
 from ..parts.layers import DrafterRMSNorm, HyperDFlashLayer
-from ..parts.rank_head import RankHead, rank_features
 from ..sampling import DraftRequest
 from .configuration import SpecBlockConfig
 from .drafter import UnrolledDrafter, Unrolling
@@ -78,34 +77,8 @@ class SpecBlockDrafter(SpecBlockNetwork, UnrolledDrafter):
 
     def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         if requests[0].sampler.tree_budget is None:
-            return self._draft_chains(target, unrolling, requests)
+            return super()._draft(target, unrolling, requests)
         return grow_blocks(requests, self._blocks(target, unrolling), self.config)
-
-    def _draft_chains(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Draft chains block by block. A block's slots do not depend on its tokens: these are drawn at once."""
-        blocks: list[list[DraftTree]] = [[] for _ in requests]
-        texts, counts = [each.ids for each in requests], [each.num_drafts for each in requests]
-        admission = requests[0].sampler.chain_admission  # which only a text alone has
-        for start in range(0, max(counts), self.config.block_size):
-            if start:
-                if admission is not None and (len(blocks[0][-1]) < self.config.block_size or not admission.is_open()):
-                    break
-                unrolling.extend_chain(torch.cat([text[0, -1:] for text in texts]).to(self.device))
-            logits = self.logits(target, unrolling.states[:, : max(counts) - start])
-            for row, each in enumerate(requests):
-                block = each.sampler.draft_independent(
-                    texts[row], logits[row : row + 1, : max(0, counts[row] - start)]
-                )
-                texts[row] = torch.cat([texts[row], block.tokens[None].to(texts[row].device)], dim=1)
-                blocks[row].append(block)
-        return [self._chain_of(of_sequence) for of_sequence in blocks]
-
-    def _chain_of(self, blocks: Sequence[DraftTree]) -> DraftTree:
-        """Return the chain of a sequence's blocks, one after the other."""
-        tree = DraftTree.chain(
-            torch.cat([block.tokens for block in blocks]), [q for block in blocks for q in block.q or ()]
-        )
-        return replace(tree, passes=tuple(1 + k // self.config.block_size for k in range(len(tree))))
 
     def _blocks(self, target: Target, unrolling: Unrolling) -> Blocks:
         def blocks(earlier: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ...trees.acceptance import sample_siblings
+from ...trees.draws import sample_siblings
 from ...trees.growth import ACCEPTED, Admission, hits_of, level_sizes
 from ...trees.tree import ANCHOR, DraftTree
 from ..sampling import DraftRequest

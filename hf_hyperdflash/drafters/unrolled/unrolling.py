@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...targets.target import Target
-from ...trees.growth import DraftStep, GraphPlan, GrownChains, GrownNodes, best_chances, grow_in_graph
+from ...trees.growth import DraftStep, GraphPlan, GrownChains, GrownNodes, grow_in_graph
 from ...trees.padding import Padding
 from ..parts.context import ContextColumns
 from ..parts.layers import KeysValues
@@ -20,7 +20,7 @@ class Unrolling:
     """The blocks of one round of several texts: the last entry of each, and those that continue it.
 
     Blocks are numbered in the order in which they are run, and in one pass by their texts. Their keys lie behind the
-    entries, until the next entries take their place. Trees grow by [`branch`], chains by [`extend_chain`].
+    entries, until the next entries take their place. Trees grow by [`branch`], chains by [`chain_step`].
 
     Args:
         drafter: The drafter.
@@ -111,22 +111,6 @@ class Unrolling:
         self._rows += rows
         return states
 
-    def extend_chain(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the block of each text that continues the last slot of its last block. It sees everything before it, so
-        no mask among blocks is needed.
-
-        Args:
-            tokens: The token that was chosen at that slot, `[drafted]`.
-
-        Returns:
-            Its states, `[drafted, config.block_size, config.hidden_size]`; those of the block before are forgotten.
-        """
-        if self.drafter.moves_positions:
-            self._positions = self._positions + self.size
-        carried = self.drafter.next_condition(self.states[:, -1])
-        self.states = self._run(carried, tokens, self._positions, self._padding(self._rows), None)
-        return self.states
-
     def tree_step(self, k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
         """Continue paths of blocks of one slot; see [`~trees.growth.Steps`]."""
         states = self.states
@@ -139,16 +123,24 @@ class Unrolling:
                 else None
             )
             states = self.branch(blocks, torch.zeros_like(blocks), tokens.to(states.device), texts)
-        return self.step_of(states)
+        return DraftStep(self._logits_after(states[:, 0]), vocabulary=self.drafter.draft_vocabulary(self.target))
 
     def chain_step(self, k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
-        """Do the same with one path of each text."""
-        return self.step_of(self.extend_chain(tokens.to(self.states.device)) if k else self.states)
+        """Do the same with one path of each text, slot by slot: the slots of a block do not depend on its tokens. A
+        block sees everything before it, so that no mask among blocks is needed; states of earlier ones are
+        forgotten."""
+        block, slot = divmod(k, self.size)
+        if block and not slot:
+            if self.drafter.moves_positions:
+                self._positions = self._positions + self.size
+            carried, device = self.drafter.next_condition(self.states[:, -1]), self.states.device
+            self.states = self._run(carried, tokens.to(device), self._positions, self._padding(self._rows), None)
+        if not slot:
+            self._logits = self._logits_after(self.states)
+        return DraftStep(self._logits[:, slot], vocabulary=self.drafter.draft_vocabulary(self.target))
 
-    def step_of(self, states: torch.Tensor) -> DraftStep:
-        """Return what is drafted after the only slot of each block."""
-        logits = self.drafter.drafted_logits(self.target, self.drafter.norm(states[:, 0]))
-        return DraftStep(logits, vocabulary=self.drafter.draft_vocabulary(self.target))
+    def _logits_after(self, states: torch.Tensor) -> torch.Tensor:
+        return self.drafter.drafted_logits(self.target, self.drafter.norm(states))
 
     def _padding(self, rows: Sequence[int]) -> Padding:
         return Padding([rows.count(text) for text in range(self._texts)], self.states.device, self._width)
@@ -238,15 +230,5 @@ def draft_best(
     unrolling = Unrolling(
         drafter, target, keys_values, entries, position_ids[:, 0], columns.stop, attended, is_fixed=True
     )
-    if plan.tree_budget is not None:
-        grown = grow_in_graph(plan, ids[:, 0], counts[:, 2], depth, unrolling.tree_step, drafter.tree_width)
-        return grown, entries
-    blocks: list[torch.Tensor] = []
-    signals: list[torch.Tensor] = []
-    for start in range(0, depth, size):
-        states = unrolling.extend_chain(blocks[-1][:, -1]) if start else entries
-        logits = drafter.drafted_logits(target, drafter.norm(states[:, : min(size, depth - start)]))
-        best = logits.argmax(-1)
-        blocks.append(drafter.draft_ids[best] if drafter.config.draft_vocab_size else best)
-        signals += [best_chances(logits)] if plan.has_signals else []
-    return GrownChains(torch.cat(blocks, dim=1), None, torch.cat(signals, dim=1) if signals else None), entries
+    step = unrolling.chain_step if plan.tree_budget is None else unrolling.tree_step
+    return grow_in_graph(plan, ids[:, 0], counts[:, 2], depth, step, drafter.tree_width), entries

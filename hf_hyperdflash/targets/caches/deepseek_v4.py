@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
 
-from ...trees.layout import TreeLayout
+from ...trees.tree import TreeLayout
 from .tree_state import Parts, TreeState
 
 DEFAULT_MAX_REWIND = 128

@@ -21,10 +21,9 @@ from transformers.cache_utils import (
 )
 from transformers.generation.utils import GenerationMixin
 
-from ..attention_masks import AttentionMask, attention_mask_for
 from ..compiled import CompiledForwards, attended_for, keep_addresses
 from ..hooks import ResidualCapture
-from ..target import Target, TargetOutput
+from ..target import AttentionMask, Target, TargetOutput, attention_mask_for
 from .name import CACHE
 
 # Arguments that are another in each round.

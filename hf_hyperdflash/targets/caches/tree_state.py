@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ...trees.layout import ClosedWindow, TreeLayout
+from ...trees.tree import ClosedWindow, TreeLayout
 
 Parts = tuple[torch.Tensor, torch.Tensor]  # a compressor's `kv` and `gate`
 

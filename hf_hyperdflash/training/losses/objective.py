@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ...drafters.parts.heads import HEADS, HeadOutput
+from ...drafters.parts.heads import HEADS, RANK_CLASSES, HeadOutput, rank_classes
 from ...drafters.parts.layers import block_inputs
-from ...drafters.parts.rank_head import RANK_CLASSES, rank_classes
 from ...drafters.unrolled.configuration import UnrolledConfig
 from ...targets.registry import capture_residual
 from ...targets.target import Target, computable

@@ -361,8 +361,8 @@ def grow_chains(
         drafts = torch.cat([drafts, tokens[:, None]], dim=1)
         confidence += [] if step.confidence is None else [step.confidence]
         signals += [best_chances(step.logits)] if has_signals else []
-    of_all = (torch.stack(each, dim=1) if each else None for each in (confidence, signals))
-    return GrownChains(drafts, *of_all, q)
+    sure, likely = (torch.stack(each, dim=1) if each else None for each in (confidence, signals))
+    return GrownChains(drafts, sure, likely, q)
 
 
 def best_chances(scores: torch.Tensor) -> torch.Tensor:

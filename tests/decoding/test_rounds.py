@@ -103,7 +103,7 @@ def test_what_is_listed_is_what_is_tested():
 @pytest.mark.parametrize("family", [families.qwen3, families.gemma3])
 def test_trees_over_a_cache_that_is_to_stay_as_it_is(family, monkeypatch):
     """As of one that is offloaded layer by layer, which needs an accelerator."""
-    monkeypatch.setattr("hf_hyperdflash.decoding.batch.is_of_plain_layers", lambda cache: False)
+    monkeypatch.setattr("hf_hyperdflash.decoding.loop.is_of_plain_layers", lambda cache: False)
     target, options = bind(family().eval()), dict(do_sample=False, max_new_tokens=20, return_dict_in_generate=True)
     expected = target.generate(prompt(13), **options).sequences
     drafter = RandomTrees(target, [expected[0]], most=9)

@@ -83,8 +83,9 @@ class Observer:
 class Drafter:
     """Drafts for a target: `drafter.bind(target)` once, then `target.generate(**inputs, assistant_model=drafter)`.
 
-    A drafter is a subclass with [`draft`] and, if it reads the target, `target_layer_ids` and [`extend`]. Several
-    threads may draft with one: everything that belongs to a sequence is in its context, from [`new_context`].
+    A drafter is a subclass with [`draft`]. One that reads the target has `target_layer_ids`, [`extend`], and
+    [`new_context`] for what it keeps of a sequence; one with a check of its own [`check_target`]. Several threads may
+    draft with one: everything that belongs to a sequence is in its context.
 
     Attributes:
         config: The drafter's own, or the target's: `generate` compares vocabularies.
@@ -99,7 +100,7 @@ class Drafter:
     max_draft_tokens: int | None = None
     observer: Observer | None = None
 
-    # The methods of a drafter
+    # The four methods of a drafter: each has `draft`, and those of the other three that it needs
 
     def check_target(self, target: Target) -> None:
         """Raise a `ValueError` that names both values if the drafter does not fit `target`: if its layers cannot be
@@ -123,42 +124,10 @@ class Drafter:
                 )
         target.check_layers(layer_ids)
 
-    def target_sizes(self) -> dict[str, int]:
-        """Return the `hidden_size` and the `hc_mult`, the number of residual streams, that a target must have; those
-        that do not matter are left out."""
-        return {}
-
-    def layers_read(self, target: Target) -> Sequence[int]:
-        """Return the layers of a target whose residual streams it reads: `target_layer_ids`, unless a subclass chooses
-        them by the target."""
-        return self.target_layer_ids
-
     def new_context(self) -> Context:
         """Return the context of a new sequence. It has an attribute `end`, 0 at first, in which the loop counts the
         tokens that [`extend`] has added."""
         return EmptyContext()
-
-    def compiled_contexts(
-        self,
-        target: Target,
-        contexts: Sequence[Any],
-        max_tokens: int,
-        max_new: int,
-        max_drafts: int,
-        compiled: CompiledForwards,
-    ) -> Sequence[Context]:
-        """Let passes over a batch's contexts run compiled until their `compiled` is `None`. Return these contexts;
-        none where a drafter has none such.
-
-        Args:
-            target: The target.
-            contexts: Of each text, after the prompt.
-            max_tokens: The most tokens that a text may have.
-            max_new: The most tokens that a round adds to it.
-            max_drafts: The most nodes of a round's tree, or drafts of its chain.
-            compiled: Calls functions compiled, `compiled(function, *arguments)`.
-        """
-        return []
 
     def extend(
         self,
@@ -188,12 +157,47 @@ class Drafter:
 
         Args:
             target: The target, for its embedding and LM head.
-            requests: One for each text, of which none asks for nothing.
+            requests: One for each text, of which none asks for nothing. All are of one kind, chains or trees of the
+                same budget, drawn or not; who admits the drafts of a chain one by one has one text alone.
         """
         propose = getattr(self, "propose", None)
         if propose is None:
             raise NotImplementedError(f"A {type(self).__name__} has no `draft`.")
         return [propose(target, *each) for each in requests]
+
+    # What a base of drafters may say, too
+
+    def target_sizes(self) -> dict[str, int]:
+        """Return the `hidden_size` and the `hc_mult`, the number of residual streams, that a target must have; those
+        that do not matter are left out."""
+        return {}
+
+    def layers_read(self, target: Target) -> Sequence[int]:
+        """Return the layers of a target whose residual streams it reads: `target_layer_ids`, unless a subclass chooses
+        them by the target."""
+        return self.target_layer_ids
+
+    def compiled_contexts(
+        self,
+        target: Target,
+        contexts: Sequence[Any],
+        max_tokens: int,
+        max_new: int,
+        max_drafts: int,
+        compiled: CompiledForwards,
+    ) -> Sequence[Context]:
+        """Let passes over a batch's contexts run compiled until their `compiled` is `None`. Return these contexts;
+        none where a drafter has none such.
+
+        Args:
+            target: The target.
+            contexts: Of each text, after the prompt.
+            max_tokens: The most tokens that a text may have.
+            max_new: The most tokens that a round adds to it.
+            max_drafts: The most nodes of a round's tree, or drafts of its chain.
+            compiled: Calls functions compiled, `compiled(function, *arguments)`.
+        """
+        return []
 
     # Use with a target
 

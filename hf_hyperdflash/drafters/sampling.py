@@ -7,7 +7,7 @@ not see it. Drafting without one costs acceptance, never correctness: what is dr
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol, cast
@@ -245,7 +245,7 @@ def draft_batch(requests: Sequence[DraftRequest], steps: Steps, width: int | Non
     the drafter serves all texts.
 
     Args:
-        requests: One for each text, of one kind ([`can_draft_together`]).
+        requests: One for each text.
         steps: The drafter.
         width: As for [`DraftSampler.grow`].
     """
@@ -261,15 +261,19 @@ def draft_batch(requests: Sequence[DraftRequest], steps: Steps, width: int | Non
     return most_probable(anchors, counts, budget, steps, scored, going_on, width, sampler.node_admission)
 
 
-def can_draft_together(requests: Sequence[DraftRequest]) -> bool:
-    """Return whether the drafts of several texts can be made in step: they are of one kind, and nobody admits the
-    drafts of a chain one by one. Those of one text can in any case."""
-    if len(requests) == 1:
-        return True
-    first, samplers = requests[0].sampler, [each.sampler for each in requests]
-    kinds = {(each.do_sample, each.tree_budget, each.chain_admission is None) for each in samplers}
-    are_admitted_alike = all(each.node_admission is first.node_admission for each in samplers)
-    return kinds == {(first.do_sample, first.tree_budget, True)} and are_admitted_alike
+def draft_known(
+    requests: Sequence[DraftRequest],
+    is_known: Callable[[Any], bool],
+    draft: Callable[[list[DraftRequest]], list[DraftTree]],
+) -> list[DraftTree]:
+    """Draft for the texts of whose contexts something `is_known`; for the others, of one token, there are no
+    drafts."""
+    trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
+    rows = [row for row, each in enumerate(requests) if is_known(each.context)]
+    if rows:
+        for row, tree in zip(rows, draft([requests[row] for row in rows])):
+            trees[row] = tree
+    return trees
 
 
 def graph_plan(requests: Sequence[DraftRequest], device: torch.device, on_accelerator: bool) -> GraphPlan | None:
@@ -284,7 +288,7 @@ def graph_plan(requests: Sequence[DraftRequest], device: torch.device, on_accele
     first = requests[0].sampler
     admits_all = first.chain_admission is None and first.node_admission is None
     is_greedy = not first.do_sample and not any(len(each.sampler.processors) for each in requests)
-    if not (is_greedy and (admits_all or on_accelerator) and can_draft_together(requests)) or are_trees_kept():
+    if not (is_greedy and (admits_all or on_accelerator)) or are_trees_kept():
         return None
     numbers = None if first.node_admission is None else first.node_admission.numbers(device)
     return GraphPlan(first.tree_budget, numbers, first.chain_admission is not None)

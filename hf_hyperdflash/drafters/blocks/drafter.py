@@ -16,7 +16,7 @@ from ..parts.context import ContextColumns, DraftContext, anchors_of, compile_co
 from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, run_heads
 from ..parts.layers import KeysValues, Rotary, block_inputs
 from ..reading import HiddenStateDrafter
-from ..sampling import DraftRequest, can_draft_together, draft_batch, drafts_of, graph_plan
+from ..sampling import DraftRequest, draft_batch, drafts_of, graph_plan
 from .path import BlockPath
 
 
@@ -211,8 +211,8 @@ class BlockDrafter(HiddenStateDrafter):
             return drafts_of(drafted, requests, rows)
         if len(rows) < len(hidden):
             hidden = hidden[rows]
-        counts = [each.num_drafts for each in requests]
-        states = hidden[:, config.first_slot : config.first_slot + max(counts)]
+        count = max(each.num_drafts for each in requests)
+        states = hidden[:, config.first_slot : config.first_slot + count]
         # With either head, what is said of a draft depends on those before it.
         has_heads = self.head is not None or self.confidence_head is not None
         if not has_heads and requests[0].sampler.tree_budget is None:
@@ -221,9 +221,6 @@ class BlockDrafter(HiddenStateDrafter):
                 each.sampler.draft_independent(each.ids, own[None, : each.num_drafts])
                 for each, own in zip(requests, logits)
             ]
-        if not can_draft_together(requests):
-            paths = [BlockPath(self, target, own[None, :count]) for own, count in zip(states, counts)]
-            return [each.sampler.grow(each.ids, each.num_drafts, path) for each, path in zip(requests, paths)]
         path = BlockPath(self, target, states)
         trees = draft_batch(requests, path)
         if len(requests) == 1 and self.head is not None and are_trees_kept():

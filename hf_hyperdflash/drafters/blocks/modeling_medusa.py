@@ -19,7 +19,7 @@ from ...trees.growth import DraftStep, GraphPlan, GrownChains, GrownNodes, grow_
 from ...trees.tree import DraftTree
 from ..configuration import WithCode
 from ..parts.context import CompiledRounds, DraftContext
-from ..sampling import DraftRequest, drafts_of, graph_plan
+from ..sampling import DraftRequest, draft_known, drafts_of, graph_plan
 from ..saved import SavedDrafter
 
 
@@ -101,34 +101,31 @@ class MedusaDrafter(SavedDrafter):
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft with as many heads as tokens are asked for, in one pass; an empty context gives no drafts."""
-        trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
-        places = [place for place, each in enumerate(requests) if each.context.pending is not None]
-        if places:
-            for place, tree in zip(places, self._draft_some(target, [requests[place] for place in places])):
-                trees[place] = tree
-        return trees
+        return draft_known(
+            requests, lambda context: context.pending is not None, lambda known: self._draft_known(target, known)
+        )
 
-    def _draft_some(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def _draft_known(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         compiled = requests[0].context.compiled
         if compiled is None:
             logits = self(target, torch.cat([each.context.pending[0] for each in requests]))
-            return [
-                each.sampler.draft_independent(each.ids, own[None, : each.num_drafts])
-                for each, own in zip(requests, logits)
-            ]
-        # With all texts, whoever is asked for: the shapes stay.
-        batch, filled = compiled.contexts, torch.zeros_like(requests[0].context.pending[0])
-        residual = [filled if each.pending is None else each.pending[0] for each in batch]
-        rows, counts = [batch.index(each.context) for each in requests], [0] * len(batch)
-        for row, each in zip(rows, requests):
-            counts[row] = each.num_drafts
-        limits = torch.tensor(counts, device=self.device)
-        plan = graph_plan(requests, self.device, self._on_accelerator)
-        drafted = compiled.run(_draft_all, self, target, torch.cat(residual), limits, plan)
-        if not isinstance(drafted, torch.Tensor):
-            return drafts_of(drafted, requests, rows)
-        own = [drafted[row : row + 1, : each.num_drafts] for row, each in zip(rows, requests)]
-        return [each.sampler.draft_independent(each.ids, logits) for each, logits in zip(requests, own)]
+        else:
+            # With all texts, whoever is asked for: the shapes stay.
+            batch, filled = compiled.contexts, torch.zeros_like(requests[0].context.pending[0])
+            residual = [filled if each.pending is None else each.pending[0] for each in batch]
+            rows, counts = [batch.index(each.context) for each in requests], [0] * len(batch)
+            for row, each in zip(rows, requests):
+                counts[row] = each.num_drafts
+            limits = torch.tensor(counts, device=self.device)
+            plan = graph_plan(requests, self.device, self._on_accelerator)
+            drafted = compiled.run(_draft_all, self, target, torch.cat(residual), limits, plan)
+            if not isinstance(drafted, torch.Tensor):
+                return drafts_of(drafted, requests, rows)
+            logits = drafted[rows]
+        return [
+            each.sampler.draft_independent(each.ids, own[None, : each.num_drafts])
+            for each, own in zip(requests, logits)
+        ]
 
     def forward(self, target: Target, residual: torch.Tensor) -> torch.Tensor:
         """Return each head's logits after tokens, `[batch, config.medusa_num_heads, target.config.vocab_size]`, from

@@ -20,7 +20,7 @@ from ...targets.caches.name import CACHE
 from ...targets.target import Target
 from ...trees.growth import DraftStep
 from ...trees.tree import DraftTree
-from ..sampling import DraftRequest, can_draft_together, draft_batch
+from ..sampling import DraftRequest, draft_batch, draft_known
 from .configuration import DeepseekV4MTPConfig
 from .drafter import DeepseekV4Drafter, Rotary
 
@@ -208,16 +208,11 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft the next tokens of all texts pass by pass; an empty context gives no drafts."""
-        if not can_draft_together(requests):
-            return [self.draft(target, [each])[0] for each in requests]
-        trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
-        places = [row for row, each in enumerate(requests) if each.num_drafts and each.context.streams is not None]
-        if places:
-            for row, tree in zip(places, self._draft_some(target, [requests[row] for row in places])):
-                trees[row] = replace(tree, passes=tree.depths)
-        return trees
+        return draft_known(
+            requests, lambda context: context.streams is not None, lambda known: self._draft_known(target, known)
+        )
 
-    def _draft_some(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def _draft_known(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         ahead = MTPContext.joined([each.context for each in requests])
         streams = torch.cat([each.context.streams for each in requests])
         offsets = torch.arange(max(each.num_drafts for each in requests) - 1, device=self.device)
@@ -236,7 +231,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
                 streams = self(streams[rows], embeds, context=ahead, attention_mask=mask, rotary=rotary)
             return DraftStep(self._logits(target, streams)[:, 0])
 
-        return draft_batch(requests, steps)
+        return [replace(tree, passes=tree.depths) for tree in draft_batch(requests, steps)]
 
     def _embed(self, target: Target, ids: torch.Tensor) -> torch.Tensor:
         return target.embed(ids).to(self.device)

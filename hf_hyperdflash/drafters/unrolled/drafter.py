@@ -40,7 +40,7 @@ from ..parts.layers import (
 )
 from ..parts.reducers import REDUCERS
 from ..reading import HiddenStateDrafter
-from ..sampling import DraftRequest, can_draft_together, draft_batch, drafts_of, graph_plan
+from ..sampling import DraftRequest, draft_batch, draft_known, drafts_of, graph_plan
 from .configuration import UnrolledConfig
 from .unrolling import Unrolling, draft_best, run_entries, width_of_pass
 
@@ -293,20 +293,13 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft with one pass for all blocks that continue others; an empty context gives no drafts."""
-        if not can_draft_together(requests):
-            return [self.draft(target, [each])[0] for each in requests]
-        trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
-        rows = [
-            row
-            for row, each in enumerate(requests)
-            if each.num_drafts and (each.context.states is not None or each.context.new_count)
-        ]
-        if rows:
-            for row, tree in zip(rows, self._draft_some(target, [requests[row] for row in rows])):
-                trees[row] = tree
-        return trees
+        return draft_known(
+            requests,
+            lambda context: context.states is not None or bool(context.new_count),
+            lambda known: self._draft_known(target, known),
+        )
 
-    def _draft_some(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def _draft_known(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         contexts, sampler, size = [each.context for each in requests], requests[0].sampler, self.config.block_size
         positions, rows = anchors_of(requests, self.device)[1][:, 0], [context.row for context in contexts]
         compiled, budget = contexts[0].compiled, sampler.tree_budget

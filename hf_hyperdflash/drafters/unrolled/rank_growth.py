@@ -69,7 +69,7 @@ def grow_blocks(requests: Sequence[DraftRequest], blocks: Blocks, config: Growth
     probable. So sampling works as in [`~trees.growth.drawn`], with as many levels in a pass as a block has slots.
 
     Args:
-        requests: One for each text, of one kind ([`~drafters.sampling.can_draft_together`]).
+        requests: One for each text.
         blocks: The drafter.
         config: With `branching` and `max_blocks`.
     """

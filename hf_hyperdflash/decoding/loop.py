@@ -138,9 +138,7 @@ def run_round(batch: Batch) -> None:
     seconds, outcomes = now() - began, []
     for sequence, tree, path, limit, length in zip(sequences, trees, paths, limits, lengths):
         stats = sequence.stats
-        if limit:
-            stats.keep_tree(tree, path, sequence.tokens.ids[0, length - 1 :])
-        stats.add_round(sequence.tokens.length - length, len(path), tree if limit else None)
+        stats.add_round(tree if limit else None, path, sequence.tokens.ids[0, length - 1 :])
         stats.verify_seconds += verify_seconds
         stats.loop_seconds += seconds / len(sequences)
         outcomes.append(Outcome(tree, path, sequence.finished))
@@ -156,7 +154,7 @@ def write_first_tokens(batch: Batch, outputs: TargetOutput) -> None:
     try:
         logits = accept(batch, round_, outputs, paths)
     finally:
-        if all(sequence.is_written for sequence in sequences):  # else it was interrupted before
+        if all(text.end > text.prompt_length for text in texts):  # else it was interrupted before
             for sequence in sequences:
                 sequence.catch_up(batch.policy.is_asked)
     tell_observers(batch, round_, logits, paths)

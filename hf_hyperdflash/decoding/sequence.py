@@ -150,11 +150,6 @@ class Sequence:
         elif len(self.residuals) >= 2 * _CATCH_UP:
             del self.residuals[:_CATCH_UP]
 
-    @property
-    def is_written(self) -> bool:
-        """Whether a token follows the prompt."""
-        return self.tokens.end > self.tokens.prompt_length
-
     # Accept
 
     def accept(

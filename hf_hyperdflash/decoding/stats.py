@@ -127,29 +127,27 @@ class SpeculationStats:
         self.written.append(0 if node is None else tree.depths[node])
         self.by_head.append(node is not None and tree.by_head is not None and tree.by_head[node])
 
-    def add_round(self, emitted: int, accepted: int, tree: DraftTree | None) -> None:
-        """Count a target forward after the prefill; `tree` is `None` where there was no room for a draft."""
-        self.tokens += emitted
+    def add_round(self, tree: DraftTree | None, accepted: list[int], text: torch.Tensor) -> None:
+        """Count a target forward after the prefill, and keep its draft tree if that is asked for.
+
+        Args:
+            tree: The round's; `None` where there was no room for a draft.
+            accepted: Its nodes that the target accepted.
+            text: The anchor and the tokens that the round wrote, `[new + 1]`.
+        """
+        emitted = len(text) - 1
         if tree is not None:
+            if are_trees_kept():
+                anchor, *written = text.tolist()
+                drafts = DraftTree(tree.tokens.cpu(), tree.parents, passes=tree.passes, by_head=tree.by_head)
+                own = written[-1] if emitted > len(accepted) else None
+                self.trees.append(VerifiedTree(anchor, drafts, accepted, own, self.tokens))
             self.rounds += 1
             self.nodes += len(tree)
             self.draft_positions = max([self.draft_positions, *tree.depths])
             self.emitted.append(emitted)
-            self.accepted.append(accepted)
-
-    def keep_tree(self, tree: DraftTree, accepted: list[int], text: torch.Tensor) -> None:
-        """Keep a round's draft tree, if that is asked for.
-
-        Args:
-            tree: Of the round that is to be counted next.
-            accepted: Its nodes that the target accepted.
-            text: The anchor and the tokens that the round wrote, `[new + 1]`.
-        """
-        if are_trees_kept():
-            anchor, *written = text.tolist()
-            drafts = DraftTree(tree.tokens.cpu(), tree.parents, passes=tree.passes, by_head=tree.by_head)
-            own = written[-1] if len(written) > len(accepted) else None
-            self.trees.append(VerifiedTree(anchor, drafts, accepted, own, self.tokens))
+            self.accepted.append(len(accepted))
+        self.tokens += emitted
 
     @property
     def rows(self) -> list[SpeculationStats]:

@@ -59,11 +59,12 @@ class ResidualCapture:
         self.captured: list[torch.Tensor] = []  # [batch, seq, streams, config.hidden_size] of every forward
         self._outputs: dict[int, torch.Tensor] = {}  # of the forward that is running
 
-    def add(self, layer: int, residual: torch.Tensor) -> None:
-        """Add the output of one of the layers; the last one of them ends the forward."""
-        if len(self.captured) >= self.max_forwards:
+    def add(self, layer: int, streams: int, output: LayerOutput) -> None:
+        """Add the output of a layer, if it is one of them; the last one of them ends the forward."""
+        if layer not in self.layer_ids or len(self.captured) >= self.max_forwards:
             return
-        self._outputs[layer] = residual
+        residual = output[0] if isinstance(output, tuple) else output
+        self._outputs[layer] = residual.unflatten(2, (streams, -1)) if residual.ndim == 3 else residual
         if layer == max(self.layer_ids):
             parts = [self._outputs[i].to(residual.device) for i in self.layer_ids]
             self.captured.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
@@ -115,7 +116,7 @@ def _on_output(
         for value in kwargs_and_output[0].values():
             capture = getattr(value, "capture", None) if isinstance(value, Cache) else None
             if capture is not None:
-                _add(capture, layer, streams, output)
+                capture.add(layer, streams, output)
                 return
     if captures:  # apart from what follows, so that a compiled layer that nobody captures stays one graph
         add = _add_out_of_graph if torch.compiler.is_compiling() else _add_to_captures
@@ -135,13 +136,7 @@ def _on_input(
 
 def _add_to_captures(captures: PerThread[ResidualCapture], layer: int, streams: int, output: LayerOutput) -> None:
     for capture in captures.get(get_ident(), ()):
-        _add(capture, layer, streams, output)
-
-
-def _add(capture: ResidualCapture, layer: int, streams: int, output: LayerOutput) -> None:
-    if layer in capture.layer_ids:
-        residual = output[0] if isinstance(output, tuple) else output
-        capture.add(layer, residual.unflatten(2, (streams, -1)) if residual.ndim == 3 else residual)
+        capture.add(layer, streams, output)
 
 
 # A compiled layer leaves its graph here.

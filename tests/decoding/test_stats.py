@@ -27,7 +27,7 @@ def chain(drafts: int) -> DraftTree:
 def counted(forwards: list[tuple[int | None, int]]) -> SpeculationStats:
     stats = SpeculationStats(tokens=1)
     for drafts, accepted in forwards:
-        stats.add_round(accepted + 1, accepted, None if drafts is None else chain(drafts))
+        stats.add_round(None if drafts is None else chain(drafts), [*range(accepted)], torch.zeros(accepted + 2))
     return stats
 
 
@@ -74,7 +74,7 @@ def test_two_calls_statistics_add_up_to_those_of_all_their_rounds(first, second)
     whole.draft_seconds, whole.verify_seconds, whole.loop_seconds = 9, 18, 68
     whole.written, whole.by_head = [0, 2, 1], [False, True, True]
     assert both == whole
-    both.add_round(3, 2, chain(4))
+    both.add_round(chain(4), [0, 1], torch.zeros(4))
     assert (added.emitted, added.accepted) == (alone.emitted, alone.accepted)  # what was added is not touched
 
 

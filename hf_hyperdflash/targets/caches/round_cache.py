@@ -333,32 +333,6 @@ class RoundCache(Cache):
                 own.give_back(cast(StaticLayer, layer), length)
 
 
-class CausalMasks:
-    """Masks of the last positions of a text, each of which sees all that is before: views of one mask, which is made
-    once, and again when a text has outgrown it.
-
-    Args:
-        device: Of the masks.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._max_queries, self._max_past = device, 0, 0
-        self._whole = torch.empty(0)
-
-    def __call__(self, past: int, queries: int) -> torch.Tensor:
-        """Return who sees whom, boolean `[1, 1, queries, past + queries]`.
-
-        Args:
-            past: How many keys there are of the tokens before.
-            queries: The number of positions.
-        """
-        if queries > self._max_queries or past > self._max_past:
-            rows, before = max(queries, self._max_queries), 2 * past
-            self._whole = torch.ones(1, 1, rows, before + rows, dtype=torch.bool, device=self._device).tril(before)
-            self._max_queries, self._max_past = rows, before
-        return self._whole[:, :, :queries, self._max_past - past : self._max_past + queries]
-
-
 class RoundForward:
     """Runs a target over the anchors and drafts of sequences in a dynamic or static cache.
 
@@ -402,9 +376,11 @@ class RoundForward:
         self.cache = RoundCache(cache, windows, lengths, max_positions)
         self.max_tokens = sys.maxsize if self.cache.capacity is None else self.cache.capacity
         self._is_static = self.cache.layers[0].is_static
-        self.rows = list(range(len(lengths)))
+        self.size = len(lengths)
+        self.rows = list(range(self.size))
         self._chains: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._causal = CausalMasks(self.cache.starts.device)
+        # Of the last positions of a text, each of which sees all that is before: how many and how much, and the mask.
+        self._causal = 0, 0, torch.empty(0)
         self._moving_widths: set[int] = set()  # of rounds whose tokens were moved
         self.real: torch.Tensor | None = None
         if any(mask is not None for mask in masks):
@@ -413,11 +389,6 @@ class RoundForward:
             for row, mask in zip(self.real, masks):
                 if mask is not None:
                     row[: mask.shape[1]] = mask[0].bool()
-
-    @property
-    def size(self) -> int:
-        """The number of rows."""
-        return len(self.cache.starts)
 
     def free(self, longest: int) -> int:
         """Return how many drafts a round has columns for whose longest sequence has so many tokens."""
@@ -504,10 +475,16 @@ class RoundForward:
         """Return which columns each position of an eager round sees, by the window of the layers."""
         end = longest + depths.shape[1]
         windows = {layer.window for layer in self.cache.layers}
-        # A chain whose text has left no window yet sees all that is before: a view of a mask that is made once.
+        # A chain whose text has left no window yet sees all that is before.
         if self.size > 1 or not is_chain or self.real is not None or any(end > window for window in windows if window):
             return self.cache.masks(visible, depths, self.real)
-        mask = self._causal(longest, depths.shape[1])
+        # A view of a mask that is made once, and again when a text has outgrown it.
+        count, (queries, past, mask) = depths.shape[1], self._causal
+        if count > queries or longest > past:
+            queries, past = max(count, queries), 2 * longest
+            mask = torch.ones(1, 1, queries, past + queries, dtype=torch.bool, device=depths.device).tril(past)
+            self._causal = queries, past, mask
+        mask = mask[:, :, :count, past - longest : past + count]
         return {window: mask for window in windows}
 
     def accept(self, kept: list[list[int]], width: int, has_trees: bool) -> None:
@@ -543,7 +520,8 @@ class RoundForward:
         if self.compiled is None:
             self.cache.batch_select_indices(self.index)
             self.real = None if self.real is None else self.real[self.index]
-            self.rows = list(range(len(self.rows)))
+            self.size = len(self.rows)
+            self.rows = list(range(self.size))
 
 
 def run_target(

@@ -28,7 +28,7 @@ from .name import CACHE
 
 # Arguments that are another in each round.
 _OWN = (CACHE, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "logits_to_keep")
-_GROWTH = 128  # columns that a dynamic layer gets at once: more would be memory for nothing
+_GROWTH = 64  # columns that a dynamic layer gets at once: more would be memory for nothing
 
 
 def is_of_plain_layers(cache: object) -> bool:
@@ -136,21 +136,23 @@ class RoundLayer(StaticLayer):
             longest: Tokens of the longest sequence before its anchor.
             width: Verification positions.
         """
-        pad, window = torch.nn.functional.pad, self.window or 0
+        window = self.window or 0
         more = (window - 1 if self.goes_round else longest) + width - self.capacity
         if self.is_static or more <= 0:
             return
-        keys, values = cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
         more += 0 if self.goes_round else _GROWTH
-        self.keys, self.values = pad(keys, (0, 0, 0, more)), pad(values, (0, 0, 0, more))
-        if self.goes_round:  # a tree is wider than was to be expected, and where a token lies depends on the capacity
-            for row, length in enumerate(self.starts.tolist()):
+        for name in ("keys", "values"):  # one after the other: no more than one of them is in memory twice
+            old = cast(torch.Tensor, getattr(self, name))
+            new = torch.nn.functional.pad(old, (0, 0, 0, more))
+            # A tree is wider than was to be expected, and where a token lies depends on the capacity.
+            for row, length in enumerate(self.starts.tolist() if self.goes_round else ()):
                 tokens = torch.arange(max(0, length - window + 1), length, device=self.device)
-                old, new = tokens % self.capacity, tokens % (self.capacity + more)
-                self.keys[row, :, new], self.values[row, :, new] = keys[row, :, old], values[row, :, old]
+                new[row, :, tokens % (self.capacity + more)] = old[row, :, tokens % self.capacity]
+            setattr(self, name, new)
+            if self._sharing is not None:
+                setattr(self._sharing, name, new[:, :, : cast(torch.Tensor, getattr(self._sharing, name)).shape[2]])
+            del old
         self.capacity += more
-        if self._sharing is not None:
-            self.give_back(self._sharing, int(self._sharing.get_seq_length()))
 
     def _columns_at(self, places: torch.Tensor) -> torch.Tensor:
         """Return the columns of places of the round, 0 for the anchor's, `[batch, places]`."""

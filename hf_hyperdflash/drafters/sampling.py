@@ -263,17 +263,14 @@ def draft_batch(requests: Sequence[DraftRequest], steps: Steps, width: int | Non
 
 def draft_known(
     requests: Sequence[DraftRequest],
-    is_known: Callable[[Any], bool],
+    are_known: Sequence[bool],
     draft: Callable[[list[DraftRequest]], list[DraftTree]],
 ) -> list[DraftTree]:
-    """Draft for the texts of whose contexts something `is_known`; for the others, of one token, there are no
-    drafts."""
-    trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
-    rows = [row for row, each in enumerate(requests) if is_known(each.context)]
-    if rows:
-        for row, tree in zip(rows, draft([requests[row] for row in rows])):
-            trees[row] = tree
-    return trees
+    """Draft for the texts of whose contexts something is known; for the others, of one token, there are no drafts."""
+    known = [each for each, is_known in zip(requests, are_known) if is_known]
+    drafts = iter(draft(known) if known else ())
+    empty = DraftTree.chain(requests[0].ids.new_empty(0))
+    return [next(drafts) if is_known else empty for is_known in are_known]
 
 
 def graph_plan(requests: Sequence[DraftRequest], device: torch.device, on_accelerator: bool) -> GraphPlan | None:

@@ -7,6 +7,7 @@ blocks. It reads the state x from which the target's LM head made the anchor, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,9 +102,8 @@ class MedusaDrafter(SavedDrafter):
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft with as many heads as tokens are asked for, in one pass; an empty context gives no drafts."""
-        return draft_known(
-            requests, lambda context: context.pending is not None, lambda known: self._draft_known(target, known)
-        )
+        are_known = [each.context.pending is not None for each in requests]
+        return draft_known(requests, are_known, partial(self._draft_known, target))
 
     def _draft_known(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         compiled = requests[0].context.compiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -208,9 +209,8 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft the next tokens of all texts pass by pass; an empty context gives no drafts."""
-        return draft_known(
-            requests, lambda context: context.streams is not None, lambda known: self._draft_known(target, known)
-        )
+        are_known = [each.context.streams is not None for each in requests]
+        return draft_known(requests, are_known, partial(self._draft_known, target))
 
     def _draft_known(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         ahead = MTPContext.joined([each.context for each in requests])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -293,11 +294,8 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft with one pass for all blocks that continue others; an empty context gives no drafts."""
-        return draft_known(
-            requests,
-            lambda context: context.states is not None or bool(context.new_count),
-            lambda known: self._draft_known(target, known),
-        )
+        are_known = [each.context.states is not None or each.context.new_count > 0 for each in requests]
+        return draft_known(requests, are_known, partial(self._draft_known, target))
 
     def _draft_known(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         contexts, sampler, size = [each.context for each in requests], requests[0].sampler, self.config.block_size

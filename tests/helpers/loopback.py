@@ -6,13 +6,14 @@ import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import SHUT_RDWR
 
 
 class Server(ThreadingHTTPServer):
     """Answers "<question> 1 2" in three pieces, and tells its models and counters. A question may ask for trouble."""
 
-    def __init__(self, models=("tiny", "small"), owner="vllm"):
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, models=("tiny", "small"), owner="vllm", port=0):
+        super().__init__(("127.0.0.1", port), _Handler)
         self.owner, self.names = owner, models
         self.asked, self.at_once, self.most, self.lock = [], 0, 0, threading.Lock()
         self.gate = threading.Barrier(2)  # requests that wait for each other
@@ -26,7 +27,8 @@ class Server(ThreadingHTTPServer):
         """The page of counters; `None` if there is none."""
 
     def answer(self, path, body):
-        """Status and page of an answer; `None` for a page that there is not."""
+        """Status and page of an answer; a page that is `None` is not there, and a status that is `None` cuts the
+        connection."""
         question = body["messages"][-1]["content"]
         with self.lock:
             self.asked.append(body)
@@ -53,6 +55,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def tell(self, status, page):
+        if status is None:
+            self.connection.shutdown(SHUT_RDWR)
+            return
         self.send_response(404 if page is None else status)
         self.end_headers()
         self.wfile.write((page or "").encode())

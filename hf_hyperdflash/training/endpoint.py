@@ -71,6 +71,11 @@ class Endpoint:
         """The address without `/v1`."""
         return self.endpoint.rstrip("/").removesuffix("/v1")
 
+    @property
+    def target(self) -> str:
+        """What is served: vLLM and SGLang tell the repository or the folder, others only their name of it."""
+        return self.models().get(self.model, {}).get("root") or self.model
+
     def models(self) -> dict[str, dict[str, Any]]:
         """Return the models that the server serves, with what it says of each: `owned_by` is the server's kind."""
         url = f"{self.root}/v1/models"
@@ -255,5 +260,7 @@ def opened(url: str, body: object = None, timeout: float | None = None) -> Itera
         raise ServerError(f"{url} gives no answer within {timeout:g} seconds: look at the server's log.") from error
     except (OSError, HTTPException) as error:
         # urlopen's own error is one of the connection; others come from a server that has the request.
-        message = f"{url} does not answer ({error}): start the server, or look at its log."
+        reason = getattr(error, "reason", error)
+        why = getattr(reason, "strerror", None) or reason
+        message = f"{url} does not answer ({why}): start the server, or look at its log."
         raise ServerError(message, is_away=isinstance(error, URLError)) from error

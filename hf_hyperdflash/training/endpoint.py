@@ -261,6 +261,6 @@ def opened(url: str, body: object = None, timeout: float | None = None) -> Itera
     except (OSError, HTTPException) as error:
         # urlopen's own error is one of the connection; others come from a server that has the request.
         reason = getattr(error, "reason", error)
-        why = getattr(reason, "strerror", None) or reason
-        message = f"{url} does not answer ({why}): start the server, or look at its log."
+        cause = getattr(reason, "strerror", None) or reason
+        message = f"{url} does not answer ({cause}): start the server, or look at its log."
         raise ServerError(message, is_away=isinstance(error, URLError)) from error

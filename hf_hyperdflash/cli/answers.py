@@ -88,7 +88,7 @@ def answers(
         check_tokenizer(target, tokenizer, thinking)
     else:
         requests = Requests(find_endpoint(endpoint, model), concurrency or 64, timeout or 600, report=_say)
-        target, tokenizer = requests.endpoint.target, None
+        target, tokenizer = requests.endpoint.target(), None
     conversations = read_conversations(data, tokenizer, settings, split, limit)
     written = WrittenAnswers(output, settings.written(target, tokenizer))
     waiting = [conversation for conversation in conversations if conversation.prompt_id not in written.answers]

@@ -71,9 +71,8 @@ class Endpoint:
         """The address without `/v1`."""
         return self.endpoint.rstrip("/").removesuffix("/v1")
 
-    @property
     def target(self) -> str:
-        """What is served: vLLM and SGLang tell the repository or the folder, others only their name of it."""
+        """Return what is served: vLLM and SGLang tell the repository or the folder, others only their name of it."""
         return self.models().get(self.model, {}).get("root") or self.model
 
     def models(self) -> dict[str, dict[str, Any]]:

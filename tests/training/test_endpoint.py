@@ -1,6 +1,8 @@
 """Requests in flight to a real server on loopback that fails, hangs, cuts the connection, dies and comes back."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
 
@@ -26,8 +28,8 @@ class Troubled(Server):
     """Says after each number whether it is even. `troubles` has what goes wrong first, by number: statuses, `None` for
     a cut connection, a text for a page that is no JSON, and an event to wait for."""
 
-    def __init__(self, troubles=None, **options):
-        self.troubles = troubles or {}
+    def __init__(self, troubles=None, barrier=None, **options):
+        self.troubles, self.barrier = troubles or {}, barrier
         self.inside, self.together = 0, 0
         super().__init__(**options)
 
@@ -38,7 +40,8 @@ class Troubled(Server):
             self.together = max(self.together, self.inside)
             troubles = self.troubles.get(body["prompt"], [])
             trouble = troubles.pop(0) if troubles else 200
-        time.sleep(0.01)
+        if self.barrier:
+            self.barrier.wait(20)
         if isinstance(trouble, threading.Event):
             trouble.wait(20)
             trouble = None
@@ -73,8 +76,8 @@ def test_as_many_requests_as_told_are_in_flight(concurrency):
             taken.append(number - len(server.asked))  # how far ahead of the server items are read
             yield number
 
-    with serving(Troubled()) as server:
-        found, client, lines = answered(server, numbers(), concurrency)
+    with serving(Troubled(barrier=threading.Barrier(concurrency))) as server:  # fewer at a time would never end
+        found, client, lines = answered(server, numbers(), concurrency, timeout=30.0)
     assert found == {number: number % 2 == 0 for number in range(32)}
     assert server.together == concurrency and max(taken) <= concurrency
     assert (client.retried, lines) == (0, [])
@@ -169,6 +172,28 @@ def test_a_caller_that_stops_leaves_nothing_behind():
             time.sleep(0.01)
         assert threading.active_count() == running
         assert dict(client.map(lambda number: number, "ab")) == {"a": "a", "b": "b"}  # it can be used again
+
+
+STOPPED = """
+import os, signal, sys, threading
+from hf_hyperdflash.training.endpoint import Endpoint, Requests
+requests = Requests(Endpoint(sys.argv[1], "tiny"), 4)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+list(requests.map(lambda number: requests.post("/v1/completions", {"prompt": number}), range(9)))
+"""
+
+
+def test_ctrl_c_waits_for_no_answer():
+    gone = threading.Event()
+    try:
+        with serving(Troubled({number: [gone] for number in range(9)})) as server:
+            command = [sys.executable, "-c", STOPPED, server.root]  # would wait for 20 seconds
+            ended = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert not gone.is_set() and len(server.asked) == 4 and server.inside == 4
+    finally:
+        gone.set()
+    assert "KeyboardInterrupt" in ended.stderr
 
 
 def test_a_model_is_found_or_the_servers_models_are_named():

@@ -178,7 +178,7 @@ def told(finish_reason="stop", **message):
     [(told(content="yes"), False, {"content": "yes"}, False),
      (told("length", content="ye\ufffd"), False, {"content": "ye"}, True),
      (told(content=None, reasoning="so"), True, {"content": "", "reasoning_content": "so"}, True),
-     (told("length", content="so"), True, {"content": "", "reasoning_content": "so"}, True),  # the mark is to come
+     (told("length", content="<think>so"), True, {"content": "", "reasoning_content": "so"}, True),
      (told(content="so</think>yes"), True, {"content": "yes", "reasoning_content": "so"}, False),
      (told(content="yes", reasoning="so"), False, {"content": "yes", "reasoning_content": "so"}, False)],
 )  # fmt: skip
@@ -189,7 +189,8 @@ def test_what_a_server_says_is_read(answer, thinking, expected, truncated):
 @pytest.mark.parametrize(
     ("answer", "word"),
     [({}, "choices"), ({"choices": []}, "choices"), (told("content_filter", content=""), "content_filter"),
-     (told(None, content="x"), "None"), (told(content="yes"), "--reasoning-parser")],
+     (told(None, content="x"), "None"), (told(content="yes"), "--reasoning-parser"),
+     (told("length", content="ye"), "--reasoning-parser")],
 )  # fmt: skip
 def test_what_is_no_answer_is_refused(answer, word):
     Refusal(lambda: read_answer(answer, True), (word,), RequestRefused).check()

@@ -16,6 +16,7 @@ from .messages import REASONING, Message
 
 CHAT = "/v1/chat/completions"
 _MAX_SEED = 2**31  # llama.cpp's are of 32 bits
+_BEGIN_THINK = "<think>"  # which some generate, and others have in their prompt
 _ENDED = ("stop", "tool_calls", "function_call")
 
 
@@ -147,12 +148,12 @@ def read_answer(told: dict[str, Any], thinking: bool) -> Answer:
     reasoning = next((given[name] for name in REASONING if given.get(name)), None)
     if thinking and reasoning is None:  # a server without a parser for it
         before, mark, after = content.partition(END_THINK)
-        if not mark and not truncated:
+        if not mark and not (truncated and content.startswith(_BEGIN_THINK)):
             raise RequestFailed(
                 f"`--thinking`: the server answers without reasoning ({content[:60]!r}). Its model has none, or it "
                 "was started without a parser for it (vLLM: `--reasoning-parser`)."
             )
-        reasoning, content = before.removeprefix("<think>"), after
+        reasoning, content = before.removeprefix(_BEGIN_THINK), after
     if reasoning is not None and not content and not calls:
         truncated = True  # no end of it is there to learn from
     message: Message = {"role": "assistant", "content": content}

@@ -14,7 +14,7 @@ from socket import SHUT_RDWR
 class Server(ThreadingHTTPServer):
     """Answers "<question> 1 2" in three pieces, and tells its models and counters. A question may ask for trouble."""
 
-    model_fields = {}  # what else it tells of its models
+    more = {}  # that it says of each model
 
     def __init__(self, models=("tiny", "small"), owner="vllm", port=0):
         super().__init__(("127.0.0.1", port), _Handler)
@@ -96,8 +96,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write((page or "").encode())
 
     def do_GET(self):
-        known = {"object": "model", "owned_by": self.server.owner, **self.server.model_fields}
-        models = [{"id": name, **known} for name in self.server.names]
+        models = [
+            {"id": name, "object": "model", "owned_by": self.server.owner, **self.server.more}
+            for name in self.server.names
+        ]
         listed = json.dumps({"object": "list", "data": models})
         self.tell(200, {"/v1/models": listed, "/metrics": self.server.metrics()}.get(self.path))
 

@@ -90,7 +90,7 @@ class Engine(loopback.Engine):
     def __init__(self, folder):
         self.target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model_fields = {"root": str(folder)}
+        self.more = {"root": str(folder)}
         super().__init__()
 
     def reply(self, body):

@@ -300,7 +300,7 @@ def test_a_client_that_is_killed_goes_on_with_each_row_once(ask, tmp_path):
 def test_another_server_of_the_same_model_goes_on_and_one_of_another_is_refused(ask, tmp_path):
     def listed(name, root):
         server = Engine(models=(name,))
-        server.model_fields = {"root": root} if root else {}
+        server.more = {"root": root} if root else {}
         return server
 
     with serving(listed("a", "org/target")) as server:

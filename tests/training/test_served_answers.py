@@ -217,7 +217,11 @@ def test_prompts_without_an_answer_are_counted_and_asked_for_again(ask, capsys):
     assert len(again) == 11 and again[:9] == found and "tried again" not in capsys.readouterr().err
 
 
-def test_nothing_is_written_of_a_prompt_that_is_too_long(ask):
+def test_nothing_is_written_of_a_prompt_that_is_too_long(ask, capsys):
+    with serving(Engine()) as server:
+        long = {"messages": [{"role": "system", "content": "s"}, *chat("long", "x")]}
+        assert len(ask(server, [long, turns("d")], "--max-prompt-length", 1, output="one.jsonl")) == 1
+        assert "1 prompts have no answer" in (lines := capsys.readouterr().err) and "a prompt has 2 tokens" in lines
     with serving(Engines()) as server:
         found = ask(server, [turns("a", "b", "c"), turns("d")], "--max-prompt-length", 5)
     assert sorted(map(said, found)) == [["a", "a 1 2", "b", "b 1 2"], ["d", "d 1 2"]]

@@ -71,7 +71,7 @@ class ServedTarget:
         for conversation, error in self.requests.map(self._converse, ordered):
             if error is not None:
                 self.refused.append(error)
-            elif conversation.messages:
+            else:
                 yield [conversation]
 
     def summary(self) -> str:
@@ -87,26 +87,23 @@ class ServedTarget:
         return " ".join(lines)
 
     def _converse(self, conversation: Conversation) -> None:
-        """Answer all turns of a conversation, or those before the first that is too long for the server."""
+        """Answer all turns of a conversation, or those before the first that the server refuses: it may be too long
+        for it by then."""
         while True:
             try:
-                answer = self._ask(conversation)
-            except RequestFailed:
-                raise
-            except RequestRefused:
-                if not any(message["role"] == "assistant" for message in conversation.messages):
+                conversation.add(self._ask(conversation))
+            except RequestRefused as error:
+                answered = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+                if isinstance(error, RequestFailed) or not answered:
                     raise
-                answer = None
-            if answer is None:  # too long: the conversation ends before this turn, which may be the first
-                last = max((i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"), default=-1)
-                del conversation.messages[last + 1 :]
+                del conversation.messages[answered[-1] + 1 :]
                 return
-            conversation.add(answer)
             if not conversation.ask():
                 return
 
-    def _ask(self, conversation: Conversation) -> Answer | None:
-        """Ask for the next answer; `None` if its prompt turns out to be longer than it may be."""
+    def _ask(self, conversation: Conversation) -> Answer:
+        """Ask for the next answer. Raise [`RequestRefused`] also if its prompt turns out to be longer than it may
+        be."""
         how = self.settings
         body: dict[str, object] = {
             "messages": conversation.messages, "max_tokens": how.max_new_tokens, "temperature": how.temperature,
@@ -125,8 +122,9 @@ class ServedTarget:
         answer = read_answer(told, how.thinking)
         if tokens is not None:
             usage = {"prompt_tokens": len(tokens[0]), "completion_tokens": len(tokens[1])}
-        if (usage.get("prompt_tokens") or 0) > how.max_prompt_length:
-            return None
+        length, limit = usage.get("prompt_tokens") or 0, how.max_prompt_length
+        if length > limit:
+            raise RequestRefused(f"a prompt has {length} tokens, more than `--max-prompt-length` {limit}.")
         conversation.new_tokens += usage.get("completion_tokens") or 0
         if tokens is not None:
             conversation.exact.append(tokens)

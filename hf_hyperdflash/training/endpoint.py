@@ -86,9 +86,11 @@ class Endpoint:
 
 def find_endpoint(address: str, model: str | None = None, option: str = "--model") -> Endpoint:
     """Return the endpoint of a server's model, by default its only one. Raise a `ValueError` that names the `option`
-    if the server does not have it."""
+    if the server does not have it. One that lists none (`transformers serve` of a folder) has whatever is named."""
     models = Endpoint(address, "").models()
-    if model not in models and (model is not None or len(models) != 1):
+    if not models and model is None:
+        raise ValueError(f"{address} lists no model: name what it serves with `{option}`.")
+    if models and model not in models and (model is not None or len(models) != 1):
         raise ValueError(f"{address} serves {', '.join(models)}: name one of these with `{option}`.")
     return Endpoint(address, model or next(iter(models)))
 

@@ -200,6 +200,9 @@ def test_a_model_is_found_or_the_servers_models_are_named():
     with serving(Troubled(models=("tiny",))) as server:
         assert find_endpoint(f"{server.root}/v1/").model == "tiny" and find_endpoint(server.root, "tiny").root
         Refusal(lambda: find_endpoint(server.root, "large"), ("tiny", "`--model`")).check()
+    with serving(Troubled(models=())) as server:
+        assert find_endpoint(server.root, "folder").model == "folder"
+        Refusal(lambda: find_endpoint(server.root), (server.root, "`--model`")).check()
     with serving(Troubled()) as server:
         Refusal(
             lambda: find_endpoint(server.root, option="--served-model"), ("tiny, small", "`--served-model`")

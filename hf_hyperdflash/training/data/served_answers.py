@@ -49,8 +49,8 @@ class ServedTarget:
                 answer = requests.post(CHAT, {**hello, **options})
                 self.options = options
                 break
-            except RequestRefused:
-                if not options:
+            except RequestRefused as error:
+                if isinstance(error, RequestFailed) or not options:
                     raise
         where, refused = requests.endpoint.root, [name for name in wanted if name not in self.options]
         if settings.thinking and "chat_template_kwargs" in refused:

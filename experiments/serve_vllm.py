@@ -30,9 +30,10 @@ import torch
 from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark import server as asked
 from hf_hyperdflash.benchmark.runner import commit, hardware
-from hf_hyperdflash.benchmark.server import DraftCounters, fetch, measure, vllm_counters
+from hf_hyperdflash.benchmark.server import DraftCounters, measure, vllm_counters
 from hf_hyperdflash.benchmark.suites import load_suite
 from hf_hyperdflash.decoding.stats import SpeculationStats
+from hf_hyperdflash.training.endpoint import fetch
 
 NAME = "served"  # of the target, by the server
 CLIENTS = 16

@@ -1,6 +1,6 @@
 """A server of OpenAI's protocol as a method, and the report of a run over the prompt suites against one.
 
-It uses the standard library: one streamed POST a turn needs no OpenAI client, and a thread per prompt waits for it.
+One streamed POST a turn needs no OpenAI client, and a thread per prompt waits for it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from http.client import HTTPException, HTTPResponse
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
+from ..training.endpoint import Endpoint, fetch, opened
 from ..training.trials import Record
 from .runner import BenchmarkSettings, hardware, started
 from .suites import suite_title
@@ -32,30 +29,14 @@ _SGLANG_OPTIONS = {"return_spec_tokens_details": True}
 
 
 @dataclass(frozen=True)
-class Server:
+class Server(Endpoint):
     """A server, as a method of [`~training.trials.run`] whose prompts are conversations."""
 
-    endpoint: str
-    model: str
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.endpoint.startswith(("http://", "https://")):
-            raise ValueError(f"`--endpoint` is {self.endpoint!r}, expected an address: http://localhost:8000.")
-
-    @property
-    def root(self) -> str:
-        """The address without `/v1`."""
-        return self.endpoint.rstrip("/").removesuffix("/v1")
-
-    def models(self) -> dict[str, str | None]:
-        """Return the models that the server serves, with their owner, which is the server's kind."""
-        listed = json.loads(fetch(f"{self.root}/v1/models"))["data"]
-        return {model["id"]: model.get("owned_by") for model in listed}
 
     @cached_property
     def is_sglang(self) -> bool:
-        return self.models().get(self.model) == "sglang"
+        return self.models().get(self.model, {}).get("owned_by") == "sglang"
 
     def metrics(self) -> str:
         """Return the page of counters, empty if there is none."""
@@ -73,7 +54,7 @@ class Server:
         }  # fmt: skip
         began, first, new_tokens, prompt_tokens, counted, pieces = time.perf_counter(), None, 0, None, None, []
         url = f"{self.root}/v1/chat/completions"
-        with _opened(url, body) as lines:
+        with opened(url, body) as lines:
             for line in lines:
                 data = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:") or data == b"[DONE]":
@@ -94,25 +75,6 @@ class Server:
         return Record(
             "".join(pieces), new_tokens, prompt_tokens, ended - began, (first or ended) - began, None, counted
         )
-
-
-def fetch(url: str, body: object = None) -> str:
-    """Fetch the page at an address, or the answer to a JSON body."""
-    with _opened(url, body) as response:
-        return response.read().decode()
-
-
-@contextmanager
-def _opened(url: str, body: object) -> Iterator[HTTPResponse]:
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urlopen(Request(url, data, {"Content-Type": "application/json"})) as response:
-            yield response
-    except HTTPError as error:
-        counts = error.read().decode(errors="replace")[:300]
-        raise ValueError(f"{url} answers {error.code} ({counts}): ask for what the server has.") from error
-    except (OSError, HTTPException) as error:
-        raise ValueError(f"{url} does not answer ({error}): start the server, or look at its log.") from error
 
 
 # What a server counts of its drafts: vLLM at `/metrics`, SGLang in each answer or, less exactly, at `/metrics`

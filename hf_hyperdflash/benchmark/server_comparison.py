@@ -20,11 +20,12 @@ from ..drafters.base import Drafter
 from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ..training.data.blocks import walk_rounds
+from ..training.endpoint import fetch, find_endpoint
 from ..training.trials import Local, Record, run
 from .doctor.ablations import encode
 from .doctor.config_variants import cause_of, draft_every_round, variants
 from .doctor.diagnosis import Finding
-from .server import DraftCounters, Server, counts_of_answers, fetch, total
+from .server import DraftCounters, Server, counts_of_answers, total
 
 _FEWEST = 3  # equal texts, of which acceptance is compared; with fewer, all are
 _SAME_TAU, _SAME_RATE = 0.03, 0.05  # differences of tokens a round and of a position's rate that are none
@@ -91,10 +92,8 @@ def examine_server(
     report: Callable[[str], object] | None = None,
 ) -> ServedDiagnosis:
     """Ask a server of the pair, which nobody else uses meanwhile, and say what first differs from here."""
-    models = Server(endpoint, "").models()
-    if model not in models and (model is not None or len(models) != 1):
-        raise ValueError(f"{endpoint} serves {', '.join(models)}: name one of these with `--served-model`.")
-    server, found = Server(endpoint, model or next(iter(models))), ServedDiagnosis()
+    server = Server(endpoint, find_endpoint(endpoint, model, "--served-model").model)
+    found = ServedDiagnosis()
     say = report or (lambda line: None)
     say(f"asking {server.model} at {server.root}, {len(prompts)} prompts ...")
     answers, counted, page = list[Record](), list[DraftCounters | None](), server.metrics()

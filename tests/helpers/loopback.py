@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import SHUT_RDWR
 
 
 class Server(ThreadingHTTPServer):
     """Answers "<question> 1 2" in three pieces, and tells its models and counters. A question may ask for trouble."""
 
-    def __init__(self, models=("tiny", "small"), owner="vllm"):
-        super().__init__(("127.0.0.1", 0), _Handler)
+    more = {}  # that it says of each model
+
+    def __init__(self, models=("tiny", "small"), owner="vllm", port=0):
+        super().__init__(("127.0.0.1", port), _Handler)
         self.owner, self.names = owner, models
         self.asked, self.at_once, self.most, self.lock = [], 0, 0, threading.Lock()
         self.gate = threading.Barrier(2)  # requests that wait for each other
@@ -26,7 +31,8 @@ class Server(ThreadingHTTPServer):
         """The page of counters; `None` if there is none."""
 
     def answer(self, path, body):
-        """Status and page of an answer; `None` for a page that there is not."""
+        """Status and page of an answer; a page that is `None` is not there, and a status that is `None` cuts the
+        connection."""
         question = body["messages"][-1]["content"]
         with self.lock:
             self.asked.append(body)
@@ -48,17 +54,52 @@ class Server(ThreadingHTTPServer):
         return [{"choices": [], "usage": {"completion_tokens": 3}}]
 
 
+class Engine(Server):
+    """Answers "<question> 1 2" at once, with tokens as vLLM gives them. `troubles` has what goes wrong first, by the
+    last question: statuses, `None` for a cut connection. `refuses` names fields that it does not take."""
+
+    def __init__(self, troubles=None, refuses=(), seconds=0.0, models=("tiny",), port=0):
+        self.troubles, self.refuses, self.seconds = troubles or {}, refuses, seconds
+        super().__init__(models, port=port)
+
+    def answer(self, path, body):
+        if refused := [name for name in self.refuses if name in body]:
+            return 422, json.dumps({"detail": f"Unexpected fields: {refused}"})
+        question = body["messages"][-1]["content"]
+        with self.lock:
+            self.asked.append(body)
+            troubles = self.troubles.get(question, [])
+            trouble = troubles.pop(0) if troubles else 200
+        time.sleep(self.seconds)
+        return trouble, json.dumps(self.reply(body) if trouble == 200 else {"error": "so it is"})
+
+    def reply(self, body):
+        prompt = [100 + len(message["content"]) for message in body["messages"]]
+        choice = {"message": self.message(body), "finish_reason": "stop", "token_ids": [1, 2, 3]}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": 3}
+        return {"choices": [choice], "prompt_token_ids": prompt, "usage": usage}
+
+    def message(self, body):
+        return {"role": "assistant", "content": f"{body['messages'][-1]['content']} 1 2", "refusal": None}
+
+
 class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
     def tell(self, status, page):
+        if status is None:
+            self.connection.shutdown(SHUT_RDWR)
+            return
         self.send_response(404 if page is None else status)
         self.end_headers()
         self.wfile.write((page or "").encode())
 
     def do_GET(self):
-        models = [{"id": name, "object": "model", "owned_by": self.server.owner} for name in self.server.names]
+        models = [
+            {"id": name, "object": "model", "owned_by": self.server.owner, **self.server.more}
+            for name in self.server.names
+        ]
         listed = json.dumps({"object": "list", "data": models})
         self.tell(200, {"/v1/models": listed, "/metrics": self.server.metrics()}.get(self.path))
 
@@ -79,3 +120,8 @@ def serving(server):
     finally:
         server.shutdown()
         server.server_close()
+
+
+if __name__ == "__main__":  # `python loopback.py PORT SECONDS`, to be killed
+    Engine(port=int(sys.argv[1]), seconds=float(sys.argv[2]))
+    threading.Event().wait()

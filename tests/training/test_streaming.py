@@ -24,7 +24,9 @@ from ..conftest import tiny_target
 from ..helpers.refusals import Refusal
 from ..helpers.training import rows, tiny_drafter, trainer_for
 
-FORK = multiprocessing.get_context("fork")
+# Not a fork of this process: threads of other libraries, which die in it, may hold locks.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])
 LAYERS, DTYPE = [-1], "float32"
 SHARD = 60 * 4 * 32 * 4  # some rows
 
@@ -35,6 +37,7 @@ def tokenized(count, seed=0):
 
 
 def produce(folder, data, delay=0.0, **options):
+    torch.set_num_threads(1)
     target = tiny_target()
     if delay:
         target.model.register_forward_pre_hook(lambda module, args: time.sleep(delay))
@@ -44,6 +47,7 @@ def produce(folder, data, delay=0.0, **options):
 
 def train(folder, output, data, held_out=None, log=None, delay=0.0, **args):
     """Train, and log the rows of each step: of a step that is done again the last line counts."""
+    torch.set_num_threads(1)
     target = tiny_target()
     resume = any(output.glob("checkpoint-*/trainer_state.json"))
     how = dict(feature_source="cached", feature_cache_dir=str(folder), feature_dtype=DTYPE, max_steps=-1)
@@ -119,7 +123,7 @@ def test_training_reads_the_folder_in_its_order_and_deletes_what_a_checkpoint_is
 
 
 def start(what, *args, **options):
-    process = FORK.Process(target=what, args=args, kwargs=options)
+    process = PROCESSES.Process(target=what, args=args, kwargs=options)
     process.start()
     return process
 
@@ -184,7 +188,8 @@ def test_training_begins_with_the_first_part_and_says_that_it_waits(tmp_path, ca
     trainer = start(
         train, tmp_path / "folder", tmp_path / "out", data, log=log, feature_retention="keep", num_train_epochs=1
     )
-    time.sleep(2)
+    while not (tmp_path / "out").exists():  # which a trainer makes first
+        time.sleep(0.05)
     produce(tmp_path / "folder", data, delay=0.2)
     trainer.join(60)
     assert trainer.exitcode == 0 and count_rows(log, data) == Counter(range(20))

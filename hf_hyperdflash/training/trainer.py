@@ -148,6 +148,7 @@ class HyperDFlashTrainer(Trainer):
         self._train_rows = self._prepare_rows(train_dataset, "train", args.packing)
         eval_rows = self._prepare_rows(eval_dataset, "eval")
         super().__init__(model=model, args=args, train_dataset=self._train_rows, eval_dataset=eval_rows, **kwargs)
+        self.objective.total = lambda value: self.accelerator.reduce(value, "sum")
         if args.feature_source == "cached":  # only now that the arguments have been found good
             self.train_dataset = self._write_features(self._train_rows, "train")
             self.eval_dataset = self._write_features(eval_rows, "eval")

@@ -8,9 +8,11 @@ import logging
 import textwrap
 from collections.abc import Collection
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import psutil
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -57,7 +59,7 @@ from .gguf import (
     settle_target,
 )
 from .gguf_cache import cached
-from .partial import NotApart, read_without_layers, remove_layers
+from .partial import NotApart, checkpoint_bytes, read_without_layers, remove_layers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -84,7 +86,8 @@ def load_target(
             dequantized to `dtype`, float32 by default.
         trust_remote_code: Run the code that the target brings along.
         without_layers: Whether to load embedding, final norm, LM head and collapse alone, on the CPU, from the files
-            that have them: what training reads beside a feature cache. FP8 and FP4 weights are dequantized.
+            that have them: what training reads beside a feature cache. FP8 and FP4 weights are dequantized. Where
+            parts of the cache are missing, the target is loaded whole for the time that they are made.
         **kwargs: As of `from_pretrained`: `token`, `revision`, `subfolder`, `gguf_file` and others.
 
     Raises:
@@ -92,6 +95,7 @@ def load_target(
             with, or it is in GGUF and of an architecture that transformers does not read from there.
         OSError: If it cannot be found, or is damaged.
     """
+    whole = cache(partial(_load_whole, name, trust_remote_code=trust_remote_code, **kwargs))
     name, kwargs = name_in_gguf(*resolve_subfolder(name, kwargs))
     where = {option: kwargs[option] for option in _WHERE if kwargs.get(option) is not None}
     check_target(name, **where)
@@ -110,7 +114,19 @@ def load_target(
             target = load(config, name, options)
     _note_commit(target.config, name, where)
     logger.info("`hf-hyperdflash drafters %s` lists the drafters that are published for it.", name)
+    if without_layers:
+        vars(target)["load_whole"] = whole
     return target.eval()
+
+
+def _load_whole(name: str, **kwargs: Any) -> PreTrainedModel:
+    """Load a target for the features that are missing, or raise a `ValueError` where it cannot be here."""
+    if (size := checkpoint_size(name)) > (memory := memory_here()):
+        raise ValueError(
+            f"The feature cache is not complete, and the weights of {name} take {size / 1e9:,.0f} GB, more than this "
+            f"machine's memory, {memory / 1e9:,.0f} GB: make it elsewhere first, with the same rows."
+        )
+    return load_target(name, **kwargs)
 
 
 def unloaded_target(name: str, *, trust_remote_code: bool = False, **where: Any) -> PreTrainedModel:
@@ -150,6 +166,19 @@ def _load_with(config: PreTrainedConfig, name: str | Path, options: dict[str, An
     check_names(name, missing=info["missing_keys"])
     check_finite(target.state_dict(), name)
     return cast(PreTrainedModel, target)
+
+
+def checkpoint_size(name: str) -> int:
+    """Return the bytes of a target's weights as they are stored, 0 where that is not known without loading them."""
+    name, where = name_in_gguf(name, {})
+    return Path(name, where["gguf_file"]).stat().st_size if where and Path(name).is_dir() else checkpoint_bytes(name)
+
+
+def memory_here() -> int:
+    """Return the bytes of this machine's memory and of its accelerators'."""
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    of_devices = sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
+    return psutil.virtual_memory().total + of_devices
 
 
 def _load_without_layers(config: PreTrainedConfig, name: str, options: dict[str, Any]) -> PreTrainedModel:

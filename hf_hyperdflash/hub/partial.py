@@ -6,6 +6,7 @@ several streams, takes seconds and a few gigabytes.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -21,7 +22,7 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ..drafters.deepseek_v4.checkpoint import FP4_DTYPES, dequantize
-from ..drafters.weights import check_finite, check_names, indexed
+from ..drafters.weights import check_finite, check_names, indexed, weight_files
 from ..targets.registry import target_of
 
 _OF_LAYERS = re.compile(r"(^|\.)(layers|mtp)\.\d+\.")  # nearly all names of a checkpoint
@@ -106,6 +107,15 @@ def read_without_layers(
     except OSError:
         pass  # as transformers has it: that of the model's configuration
     return model
+
+
+def checkpoint_bytes(name: str) -> int:
+    """Return the size of a checkpoint's weights in safetensors, by the index on the Hub; 0 where it is not known."""
+    if Path(name).is_dir():
+        return sum(Path(name, file).stat().st_size for file in weight_files(Path(name)))
+    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    told = json.loads(Path(index).read_text("utf-8")).get("metadata", {}) if index else {}
+    return int(told.get("total_size", 0))
 
 
 def _files(name: str, where: Mapping[str, Any]) -> dict[str, str]:

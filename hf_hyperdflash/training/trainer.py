@@ -152,6 +152,8 @@ class HyperDFlashTrainer(Trainer):
         if args.feature_source == "cached":  # only now that the arguments have been found good
             self.train_dataset = self._write_features(self._train_rows, "train")
             self.eval_dataset = self._write_features(eval_rows, "eval")
+            if load_whole := vars(self.target).get("load_whole"):
+                load_whole.cache_clear()  # the layers have done their work
         # `compute_loss` divides by the counts of the whole optimizer step itself.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
 

@@ -2,25 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 MASKED_IMPLEMENTATIONS = frozenset({"eager", "sdpa", "flex_attention"})
-AttentionMask = torch.Tensor | BlockMask
 
 
-def attention_mask_for(implementation: str | None, mask: torch.Tensor, dtype: torch.dtype) -> AttentionMask:
+class MaskPiece(NamedTuple):
+    """Which keys some queries of a row see.
+
+    Attributes:
+        row: Of the batch.
+        queries: Of the row.
+        keys: All that they may see.
+        mask: Which of these each query sees, boolean `[1, 1, queries, keys]`; `None` where they are as many, and each
+            sees those up to its own.
+    """
+
+    row: int
+    queries: slice
+    keys: tuple[slice, ...]
+    mask: torch.Tensor | None = None
+
+
+class MaskPieces:
+    """A mask for "sdpa" in pieces, for rows so long that one mask of all queries and keys would be the largest tensor
+    by far. The pieces of a row have all its queries, in their order, and the rows are in theirs."""
+
+    def __init__(self, pieces: Sequence[MaskPiece]) -> None:
+        self.pieces = pieces
+
+    def attend(
+        self, module: torch.nn.Module, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: object,
+        scaling: float, **options: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Attend as an implementation of transformers' attention interface does."""
+        rows: dict[int, list[torch.Tensor]] = {}
+        for piece in self.pieces:
+            row = slice(piece.row, piece.row + 1)
+            seen = [
+                torch.cat([all_[row, :, span] for span in piece.keys], dim=2) if len(piece.keys) > 1
+                else all_[row, :, piece.keys[0]]
+                for all_ in (keys, values)
+            ]  # fmt: skip
+            is_causal = piece.mask is None
+            how: dict[str, Any] = {**options, "scaling": scaling, "is_causal": is_causal}
+            out, _ = sdpa_attention_forward(module, queries[row, :, piece.queries], *seen, piece.mask, **how)
+            rows.setdefault(piece.row, []).append(out)
+        return torch.cat([torch.cat(parts, dim=1) for parts in rows.values()]), None
+
+
+AttentionMask = torch.Tensor | BlockMask | MaskPieces
+
+
+def attention_mask_for(
+    implementation: str | None, mask: torch.Tensor | MaskPieces, dtype: torch.dtype
+) -> AttentionMask:
     """Return a mask as an implementation of transformers' attention interface takes it.
 
     Args:
         implementation: `config._attn_implementation`.
-        mask: Boolean `[batch, 1, queries, keys]`, `True` where a query sees a key.
+        mask: Boolean `[batch, 1, queries, keys]`, `True` where a query sees a key; or in pieces, for "sdpa" alone.
         dtype: That of the attention's logits.
 
     Raises:
         ValueError: If the implementation takes no masks of this kind.
     """
-    if implementation == "sdpa":
+    if implementation == "sdpa" or isinstance(mask, MaskPieces):
         return mask
     if implementation == "flex_attention":
         batch, _, queries, keys = mask.shape

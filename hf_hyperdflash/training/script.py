@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -223,10 +225,11 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Dataset | IterableDat
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> None:
-    """Train as the flags say. Ctrl-C ends with a line that says how to resume."""
+    """Train as the flags say. Ctrl-C, or a launcher's or a cluster's SIGTERM, ends with a line that says how to
+    resume."""
     script, args = parse(argv, prog)
     try:
-        with _quiet_output(args):
+        with _quiet_output(args), _interrupted_by_sigterm():
             run(script, args)
     except KeyboardInterrupt:
         # While the flag is set the checkpoints are still the earlier run's.
@@ -234,6 +237,18 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
         go_on = f"with `--resume_from_checkpoint true` goes on from {last}"
         _print_status(args, f"\nStopped. The same command {go_on if last else 'begins again: no checkpoint yet'}.")
         raise SystemExit(130) from None
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # which alone may say what a signal does
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

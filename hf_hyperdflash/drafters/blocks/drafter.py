@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...targets.attention_masks import AttentionMask, attention_mask_for
+from ...targets.attention_masks import AttentionMask, MaskPieces, attention_mask_for
 from ...targets.compiled import CompiledForwards
 from ...targets.target import Target, soft_capped
 from ...trees.growth import AskedDrafts, GrownChains, GrownNodes, grow_in_graph
@@ -69,7 +69,7 @@ class BlockDrafter(ReadingDrafter):
         block_embeds: torch.Tensor,
         position_ids: torch.Tensor,
         context: ContextColumns | None = None,
-        attention_mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | Mapping[str, torch.Tensor | MaskPieces] | None = None,
         residual: torch.Tensor | None = None,
         residual_position_ids: torch.Tensor | None = None,
         previous_ids: torch.Tensor | None = None,
@@ -110,7 +110,7 @@ class BlockDrafter(ReadingDrafter):
         spans = {kind: config.attention_span(kind) for kind in kinds}
         masks: dict[str, AttentionMask | None] = {}
         for kind, span in spans.items():
-            mask: torch.Tensor | None
+            mask: torch.Tensor | MaskPieces | None
             if attention_mask is not None:
                 mask = attention_mask if isinstance(attention_mask, torch.Tensor) else attention_mask[kind]
             elif context is None:

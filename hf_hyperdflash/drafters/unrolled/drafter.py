@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...targets.attention_masks import attention_mask_for
+from ...targets.attention_masks import MaskPiece, MaskPieces, attention_mask_for
 from ...targets.compiled import CompiledForwards
 from ...targets.registry import target_of
 from ...targets.target import Target
@@ -154,7 +155,7 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
         embeds: torch.Tensor,
         positions: torch.Tensor,
         keys_values: Sequence[ContextLayer],
-        mask: torch.Tensor | None,
+        mask: Any,
         last_only: bool = False,
     ) -> torch.Tensor:
         """Run blocks in one pass.
@@ -221,7 +222,8 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
             States for the LM head, `[batch, entries, (1 + len(slots)) * config.block_size, config.hidden_size]`.
         """
         caches = [_LevelCache() for _ in self.layers]
-        mask = entry_mask(position_ids, self.config.block_size)
+        size, kind = self.config.block_size, self.config._attn_implementation
+        mask: Any = entry_pieces(position_ids, size) if kind == "sdpa" else entry_mask(position_ids, size)
         next_embeds, later_embeds = (self._embedded(each) for each in (next_embeds, later_embeds))
         first = self.run(self.condition(residual), next_embeds, position_ids + 1, caches, mask)
         rows = torch.arange(len(entries), device=entries.device).unsqueeze(-1)
@@ -402,6 +404,17 @@ class _LevelCache:
         if len(self.parts) == 1:
             return keys, values
         return torch.cat([part[0] for part in self.parts], dim=2), torch.cat([part[1] for part in self.parts], dim=2)
+
+
+def entry_pieces(position_ids: torch.Tensor, size: int) -> MaskPieces:
+    """Return [`entry_mask`] in pieces, one for each document: entries and their slots in order, each slot sees those
+    before it. No piece has a tensor, whose elements would be as many as the square of a row."""
+    pieces = []
+    for row, positions in enumerate(position_ids):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+        spans = (slice(size * start, size * stop) for start, stop in pairwise(starts))
+        pieces += [MaskPiece(row, span, (span,)) for span in spans]
+    return MaskPieces(pieces)
 
 
 def entry_mask(position_ids: torch.Tensor, size: int) -> torch.Tensor:

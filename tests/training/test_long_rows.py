@@ -94,7 +94,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("kind", "row", "anchors"), [("hyperdflash", 4096, 64), ("eagle3", 1024, 8), ("specblock", 1024, 4)]
+    ("kind", "row", "anchors"), [("hyperdflash", 4096, 96), ("eagle3", 1024, 8), ("specblock", 1024, 4)]
 )
 def test_no_tensor_has_as_many_elements_as_pairs_of_positions(tmp_path, monkeypatch, kind, row, anchors):
     monkeypatch.setattr(blocks, "_LARGE", 2**20)

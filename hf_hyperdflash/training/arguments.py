@@ -50,6 +50,12 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
         feature_cache_dir: The folder of `"cached"` residuals, which all processes see; `<output_dir>/_features` by
             default. A complete cache of the same data and target is used as it is.
         feature_dtype: Their number format: `"bfloat16"`, `"float32"`, or `"float8"` with a scale per token and stream.
+        feature_retention: `None` writes a cache that is not there yet before training. `"keep"` and `"delete"` train
+            on a folder that `hf-hyperdflash features` fills meanwhile, row by row in its order in the first epoch, and
+            wait for it. With `"delete"`, which is for one epoch, parts that have been trained on are deleted once a
+            checkpoint is past them.
+        feature_gigabytes: What the folder may hold with `"delete"`: those who fill it wait, and checkpoints are
+            written as often as that needs. No limit by default.
         max_length: Longest row in tokens, at most the target's number of positions; that number, or 4096 if it is
             larger, by default. Longer conversations are cut such that assistant text stays.
         packing: Whether to put several conversations into one row. The target still runs each alone, and blocks see
@@ -84,6 +90,27 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
             raise ValueError("`ce_weight`, `kl_weight` and `tv_weight` are all 0: expected one to train with.")
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` is True, expected False: it would drop the loss mask.")
+        if self.feature_retention and self.feature_source != "cached":
+            raise ValueError(
+                f"`feature_retention` is {self.feature_retention!r} and `feature_source` {self.feature_source!r}, "
+                "expected 'cached': online nothing is stored."
+            )
+        if self.feature_retention == "delete":
+            for name, needed in (
+                ("save_only_model", False),
+                ("ignore_data_skip", False),
+                ("auto_find_batch_size", False),
+            ):
+                if getattr(self, name) != needed:
+                    raise ValueError(
+                        f"`{name}` is {getattr(self, name)} and `feature_retention` 'delete', which deletes rows that "
+                        f"a killed run could not go on without: expected {needed}."
+                    )
+            if self.num_train_epochs > 1 and self.max_steps <= 0:
+                raise ValueError(
+                    f"`num_train_epochs` is {self.num_train_epochs:g} and `feature_retention` 'delete', expected 1: "
+                    "rows are deleted once they have been trained on. 'keep' them for more epochs."
+                )
         if self.fp16 and self.device.type == "cpu":
             raise ValueError("`fp16` is True, expected a GPU, but training is on a CPU: leave it out, or set `bf16`.")
         installed = get_available_reporting_integrations()

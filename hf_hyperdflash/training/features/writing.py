@@ -91,15 +91,24 @@ class Producer(Protocol):
 
 
 class TargetProducer:
-    """A target in this process, which runs over `batch_size` documents at once."""
+    """A target in this process, which runs over `batch_size` documents at once. One without weights is loaded by
+    `load` once a part is missing."""
 
-    concurrency, rows_per_part = 1, None
+    concurrency = 1
+    rows_per_part: int | None = None
 
-    def __init__(self, target: PreTrainedModel, identity: Identity, batch_size: int = 8) -> None:
-        self.target, self.identity, self.batch_size = target, identity, batch_size
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        identity: Identity,
+        batch_size: int = 8,
+        load: Callable[[], PreTrainedModel] | None = None,
+    ) -> None:
+        self.target, self.identity, self.batch_size, self.load = target, identity, batch_size, load
         self.vocab_size: int = target_of(target).config.vocab_size
 
     def check(self) -> None:
+        self.target = self.load() if self.load else self.target
         if len(target_of(self.target).layers):
             return
         load_whole, device = vars(self.target).get("load_whole"), self.target.device  # of `load_target`
@@ -264,16 +273,16 @@ class FeatureWriter:
         with one_at_a_time(self.directory / "features"):
             self.plan()  # again: until now another process may have written there
             missing = self.missing()
+            self._check_space(missing)
             if missing:
                 self.producer.check()
-            self._check_space(missing)
             if not self.list_path.exists():
                 write_list(self.list_path, self.identity, self.parts, self.digests, self.lengths, self.masks)
             for earlier in read_lists(self.directory):  # all of whose parts are in this list
                 if earlier.path != self.list_path:
                     earlier.delete()
         self._left, self._began, self._made = dict.fromkeys(missing), time.monotonic(), 0
-        self._tokens_done = 0
+        self._tokens_done = self._seen_first = 0
         total = sum(self.parts[i].tokens for i in missing)
         with progress_bar(total=total, unit="token", unit_scale=True, desc="Feature cache", disable=None) as self._bar:
             if self.producer.concurrency == 1:
@@ -286,22 +295,39 @@ class FeatureWriter:
                 finally:  # of Ctrl-C, too: no thread begins another part
                     self._is_stopped.set()
 
+    def summary(self) -> str:
+        """Say what the folder has now: missing parts, and files that are none of its."""
+        reader = read_reader(self.directory, self.list_path)
+        trained = sum(_is_trained(i, reader) for i in range(len(self.parts)))
+        defects = [part_defect(part.path(self.directory), self.key) for part in self.parts]
+        missing = [i for i, defect in enumerate(defects) if defect and not _is_trained(i, reader)]
+        said = f"{len(self.parts) - len(missing) - trained} of {len(self.parts)} parts are in {self.directory}"
+        said += f", {trained} were trained on and deleted" if trained else ""
+        if missing:
+            said += f", {len(missing)} are not: the first is part {missing[0] + 1}, {self.parts[missing[0]].name}"
+            said += f", {defects[missing[0]]}" * (defects[missing[0]] != "missing")
+        known = {part.name for part in self.parts}
+        if foreign := sorted({path.stem for path in self.directory.glob("*.safetensors")} - known):
+            said += f"; {len(foreign)} files are of other rows, the first {foreign[0]}"
+        return f"{said}."
+
     def _check_space(self, missing: Sequence[int]) -> None:
         """Print how large the cache is, and refuse a disk without space for it."""
         sizes = [stop - start for start, stop in pairwise(self._starts)]
         needed, free = sum(sizes[i] for i in missing), shutil.disk_usage(self.directory).free
-        limit = f", at most {decimal(self._limit)} at a time" if (self._limit or needed) < needed else ""
+        allowed = self._limit
+        limit = f", at most {decimal(allowed)} at a time" if allowed and allowed < needed else ""
         print(
             f"Feature cache in {self.directory}: {len(self.rows):,} rows, {sum(self.lengths):,} tokens, "
             f"{decimal(sum(sizes))} as {self.identity['dtype']}. To be written: "
             f"{decimal(needed)}{limit}, free on the disk: {decimal(free)}."
         )
-        if self._limit and max(sizes) > self._limit:
+        if allowed and max(sizes) > allowed:
             raise ValueError(
-                f"`feature_gigabytes` is {self._limit / 1e9:g}, and a part of the features takes up to "
+                f"`feature_gigabytes` is {allowed / 1e9:g}, and a part of the features takes up to "
                 f"{decimal(max(sizes))}: allow more."
             )
-        needed = min(needed, self._limit or needed)
+        needed = min(needed, allowed or needed)
         if free < needed + _RESERVED_BYTES:
             raise ValueError(
                 f"The feature cache needs {decimal(needed)} more in {self.directory}, where {decimal(free)} are free "
@@ -364,6 +390,9 @@ class FeatureWriter:
         while not self._is_stopped.is_set():
             reader, why = read_reader(self.directory, self.list_path), ""
             with self._mutex:
+                if reader.first < self._seen_first:  # training goes on from an earlier checkpoint
+                    self._left = dict.fromkeys(self.missing())
+                self._seen_first = reader.first
                 first = list(islice(self._left, _LOOK_AHEAD))
             for i in first:
                 path = self.parts[i].path(self.directory)

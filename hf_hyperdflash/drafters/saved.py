@@ -56,9 +56,10 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
         """Return the class that loads what this one saves: FSDP2 makes a subclass, which is in no file."""
         for kind in cls.__mro__:
             module = sys.modules.get(kind.__module__)
-            if getattr(module, kind.__name__, None) is kind and getattr(module, "__file__", None):
+            is_in_file = getattr(module, kind.__name__, None) is kind and getattr(module, "__file__", None)
+            if is_in_file and issubclass(kind, SavedDrafter):  # FSDP2's own class comes before the drafter's
                 break
-        if not issubclass(kind, SavedDrafter) or kind is SavedDrafter:
+        if kind in (SavedDrafter, object):
             raise ValueError(
                 f"A {cls.__name__} is from {cls.__module__}: what a saved drafter runs on is copied from the file of "
                 "its class. Put the class into a file of its own."

@@ -160,8 +160,11 @@ def weight_files(folder: Path) -> list[str]:
 def tensor_names(folder: Path) -> set[str]:
     """Return the names of a checkpoint's tensors, without reading those; none if they are in several pickles, or
     damaged."""
+    files = weight_files(folder)
+    if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():  # nothing is read of files that may be many and far away
+        return set(indexed(folder / SAFE_WEIGHTS_INDEX_NAME))
     names: set[str] = set()
-    for file in weight_files(folder):
+    for file in files:
         try:
             with safe_open(folder / file, "pt") as tensors:
                 names.update(tensors.keys())

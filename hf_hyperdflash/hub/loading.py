@@ -8,9 +8,11 @@ import logging
 import textwrap
 from collections.abc import Collection
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import psutil
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -57,6 +59,7 @@ from .gguf import (
     settle_target,
 )
 from .gguf_cache import cached
+from .partial import NotApart, checkpoint_bytes, read_without_layers, remove_layers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,7 +75,9 @@ _WHERE = (
 _NOT_SAVED = ("dtype", "device_map", "attn_implementation", "quantization_config")
 
 
-def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedModel:
+def load_target(
+    name: str, *, trust_remote_code: bool = False, without_layers: bool = False, **kwargs: Any
+) -> PreTrainedModel:
     """Load a target of any family, in eval mode: a causal LM, or the multimodal class where a family has no other.
     `hf-hyperdflash drafters NAME` lists the drafters that are published for it.
 
@@ -80,6 +85,9 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
         name: Folder or Hub id, or a GGUF file in one: `folder/model.gguf`, `org/name/model.gguf`. Its weights are
             dequantized to `dtype`, float32 by default.
         trust_remote_code: Run the code that the target brings along.
+        without_layers: Whether to load embedding, final norm, LM head and collapse alone, on the CPU, from the files
+            that have them: what training reads beside a feature cache. FP8 and FP4 weights are dequantized. Where
+            parts of the cache are missing, the target is loaded whole for the time that they are made.
         **kwargs: As of `from_pretrained`: `token`, `revision`, `subfolder`, `gguf_file` and others.
 
     Raises:
@@ -87,22 +95,38 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
             with, or it is in GGUF and of an architecture that transformers does not read from there.
         OSError: If it cannot be found, or is damaged.
     """
+    whole = cache(partial(_load_whole, name, trust_remote_code=trust_remote_code, **kwargs))
     name, kwargs = name_in_gguf(*resolve_subfolder(name, kwargs))
     where = {option: kwargs[option] for option in _WHERE if kwargs.get(option) is not None}
     check_target(name, **where)
     with readable(name):
         if "gguf_file" in where:
             target = _load_from_gguf(name, where, kwargs)
+            target = remove_layers(target) if without_layers else target
         else:
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
             # One for each part of a target may be given.
             if not isinstance(chosen := kwargs.get("dtype", kwargs.get("torch_dtype")), dict):
                 saved_in = config.get_text_config(decoder=True).dtype or config.dtype
                 warn_of_float16(name, saved_in, named_dtype(chosen))
-            target = _load_with(config, name, {**kwargs, "trust_remote_code": trust_remote_code})
+            options = {**kwargs, "trust_remote_code": trust_remote_code}
+            load = _load_without_layers if without_layers else _load_with
+            target = load(config, name, options)
     _note_commit(target.config, name, where)
     logger.info("`hf-hyperdflash drafters %s` lists the drafters that are published for it.", name)
+    if without_layers:
+        vars(target)["load_whole"] = whole
     return target.eval()
+
+
+def _load_whole(name: str, **kwargs: Any) -> PreTrainedModel:
+    """Load a target for the features that are missing, or raise a `ValueError` where it cannot be here."""
+    if (size := checkpoint_size(name)) > (memory := memory_here()):
+        raise ValueError(
+            f"The feature cache is not complete, and the weights of {name} take {size / 1e9:,.0f} GB, more than this "
+            f"machine's memory, {memory / 1e9:,.0f} GB: make it elsewhere first, with the same rows."
+        )
+    return load_target(name, **kwargs)
 
 
 def unloaded_target(name: str, *, trust_remote_code: bool = False, **where: Any) -> PreTrainedModel:
@@ -142,6 +166,36 @@ def _load_with(config: PreTrainedConfig, name: str | Path, options: dict[str, An
     check_names(name, missing=info["missing_keys"])
     check_finite(target.state_dict(), name)
     return cast(PreTrainedModel, target)
+
+
+def checkpoint_size(name: str) -> int:
+    """Return the bytes of a target's weights as they are stored, 0 where that is not known without loading them."""
+    name, where = name_in_gguf(name, {})
+    return Path(name, where["gguf_file"]).stat().st_size if where and Path(name).is_dir() else checkpoint_bytes(name)
+
+
+def memory_here() -> int:
+    """Return the bytes of this machine's memory and of its accelerators'."""
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    of_devices = sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
+    return psutil.virtual_memory().total + of_devices
+
+
+def _load_without_layers(config: PreTrainedConfig, name: str, options: dict[str, Any]) -> PreTrainedModel:
+    """Load a target without its decoder layers, whole before that where its files can only be read so."""
+    _check_computes(config, options)
+    where = {option: options[option] for option in _WHERE if options.get(option) is not None}
+    chosen = named_dtype(options.get("dtype", options.get("torch_dtype")))
+    dtype = chosen or named_dtype(config.get_text_config(decoder=True).dtype or config.dtype)
+    try:
+        with torch.device("meta"):
+            code = {"trust_remote_code": options["trust_remote_code"]}
+            empty = _class_of(config).from_config(config, **code)
+        empty.config.name_or_path = name  # of a part of a configuration, too
+        return read_without_layers(empty, name, where, dtype)
+    except NotApart as error:
+        logger.warning("The target is loaded whole, and its layers are dropped: %s.", error)
+        return remove_layers(_load_with(config, name, options))
 
 
 def _load_from_gguf(name: str, where: dict[str, Any], options: dict[str, Any]) -> PreTrainedModel:

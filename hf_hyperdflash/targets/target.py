@@ -251,8 +251,9 @@ class Target:
         """Raise a `ValueError` if a drafter cannot read these layers (-1 for the last) because there are none such or
         their output is not one state for each token of a prompt, or if nothing can be drafted for the target at
         all."""
-        own, count = self.config, len(self.layers)
-        if count and max(layer_ids, default=0) >= count:  # a target without layers was loaded for its head alone
+        own = self.config
+        count = len(self.layers) or own.num_hidden_layers  # without layers it was loaded for its head alone
+        if count and max(layer_ids, default=0) >= count:
             raise ValueError(
                 f"The drafter reads layers {list(layer_ids)}, but this target's are 0 to {count - 1} (-1 for the "
                 "last)."
@@ -267,7 +268,7 @@ class Target:
         why, fix = "", "Use prompt lookup (`PromptLookupDrafter`), which reads no layer"
         if streams > 1:
             why = f"each hands on {streams} streams (AltUp)"
-        elif shared and any(i != EMBEDDINGS and i % count >= count - shared for i in layer_ids):
+        elif shared and count and any(i != EMBEDDINGS and i % count >= count - shared for i in layer_ids):
             why = f"from {count - shared} on they use keys of earlier ones, and only a prompt's last token runs them"
             fix += f", or read some of 0 to {count - shared - 1} (`target_layer_ids`)"
         if why and layer_ids:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 from ..decoding.bind import bound
 from ..decoding.stats import SpeculationStats
+from ..targets.registry import target_of
 from .trials import Local, run
 
 # Patterns of the metrics of generation and of the trainer's own evaluations.
@@ -166,11 +167,17 @@ class AcceptanceCallback(TrainerCallback):
         max_new_tokens: Most new tokens per prompt.
 
     Raises:
-        ValueError: If there is no prompt, or `max_new_tokens` leaves no room for a verification round.
+        ValueError: If there is no prompt, `max_new_tokens` leaves no room for a verification round, or the target has
+            no layers.
     """
 
     def __init__(self, trainer: Trainer, prompts: Sequence[torch.Tensor], max_new_tokens: int = 128) -> None:
         _check_prompts(prompts, max_new_tokens)
+        if not len(target_of(cast(Any, trainer).target).layers):
+            raise ValueError(
+                "The target was loaded without its layers, so that nothing can be generated from prompts: load it "
+                "whole, or leave the callback out (`--eval_prompts 0`)."
+            )
         self.trainer, self.prompts, self.max_new_tokens = trainer, prompts, max_new_tokens
         self._step: int | None = None
         self._prefixes: set[str] = set()  # of the evaluations that have the last measurement

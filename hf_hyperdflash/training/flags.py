@@ -158,7 +158,11 @@ class ScriptArguments:
     streaming: bool = _flag(False, "read the dataset while training (needs --max_steps)")
     eval_dataset: str | None = _flag(None, "held-out rows; unset to split them off")
     eval_rows: int = _flag(64, "held-out rows that are split off")
-    eval_prompts: int = _flag(32, "held-out prompts generated from; 0 for none")
+    eval_prompts: int | None = _flag(
+        None,
+        "held-out prompts generated from; 0 for none, and with `--feature_source cached` the target is loaded without "
+        "its layers; unset for 32, or for none where it is larger than this machine's memory",
+    )
     eval_max_new_tokens: int = _flag(128, "tokens generated per prompt")
     drafter_type: str = _flag(
         "hyperdflash",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 _COVERAGE = 0.999  # of the answers' tokens that a new drafter drafts where its LM head over all would cost most
 _LAYER_WEIGHTS = 13  # of a layer, in squares of its width: about 4 of attention and 9 of an MLP of three times that
+_PROMPTS = 32  # that are generated from, where the target is here whole
 _NUM_DRAFT_TOKENS = 6  # of a new drafter's block
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)  # argparse's own takes -1e-3 for a flag
 
@@ -115,7 +118,7 @@ def check_flags(script: ScriptArguments, args: HyperDFlashTrainingArguments, out
             "if needed."
         )
     if args.eval_strategy != "no":
-        check_metric(args.metric_for_best_model, generates=script.eval_prompts > 0)
+        check_metric(args.metric_for_best_model, generates=script.eval_prompts != 0)
     if script.device_map:
         loading.check_device(script.device_map, "--device_map")
     if script.overwrite_output_dir and args.resume_from_checkpoint:
@@ -231,10 +234,11 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Dataset | IterableDat
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> None:
-    """Train as the flags say. Ctrl-C ends with a line that says how to resume."""
+    """Train as the flags say. Ctrl-C, or a launcher's or a cluster's SIGTERM, ends with a line that says how to
+    resume."""
     script, args = parse(argv, prog)
     try:
-        with _quiet_output(args):
+        with _quiet_output(args), _interrupted_by_sigterm():
             run(script, args)
     except KeyboardInterrupt:
         # While the flag is set the checkpoints are still the earlier run's.
@@ -242,6 +246,18 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
         go_on = f"with `--resume_from_checkpoint true` goes on from {last}"
         _print_status(args, f"\nStopped. The same command {go_on if last else 'begins again: no checkpoint yet'}.")
         raise SystemExit(130) from None
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # which alone may say what a signal does
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -262,6 +278,24 @@ def _quiet_output(args: HyperDFlashTrainingArguments) -> Iterator[None]:
         for library in hidden:
             library.enable_progress_bar()
         facts.setLevel(level)
+
+
+def _choose_prompts(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
+    """Set the number of prompts to generate from where it is not given: none for a target that cannot be here whole,
+    which training from a feature cache does not need."""
+    if script.eval_prompts is not None:
+        return
+    script.eval_prompts = _PROMPTS
+    if args.feature_source == "cached":
+        size, memory = loading.checkpoint_size(script.target), loading.memory_here()
+        if size > memory:
+            script.eval_prompts = 0
+            check_metric(args.metric_for_best_model if args.eval_strategy != "no" else None, generates=False)
+            _print_status(
+                args,
+                f"The weights of {script.target} take {size / 1e9:,.0f} GB, more than this machine's memory, "
+                f"{memory / 1e9:,.0f} GB: no prompts are generated from, and its layers are not loaded.",
+            )
 
 
 def _print_status(args: HyperDFlashTrainingArguments, text: str) -> None:
@@ -285,6 +319,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
             "`--overwrite_output_dir true`, which removes its checkpoints."
         )
     loading.check_target(script.target)
+    _choose_prompts(script, args)
     earlier = earlier_drafter(script, args.seed) if script.drafter else None
     _print_status(args, f"Reading {', '.join(script.dataset or ())} ...")
     train, held_out = load_data(script, args.seed)
@@ -293,9 +328,10 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if script.chat_template:
         tokenizer.chat_template = read_chat_template(script.chat_template, "--chat_template")
     dtype = script.target_dtype or loading.default_dtype(script.target)
-    target = loading.load_target(
-        script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
-    )
+    how: dict[str, Any] = dict(dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code)
+    # Its layers have nothing to do where features are cached and nothing is generated.
+    without_layers = args.feature_source == "cached" and not script.eval_prompts
+    target = loading.load_target(script.target, without_layers=without_layers, **how)
     train = _choose_vocabulary(script, args, target, tokenizer, train, held_out)
     torch.manual_seed(args.seed)
     drafter = earlier or new_drafter(script, target, tokenizer)

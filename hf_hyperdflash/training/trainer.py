@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -150,9 +151,12 @@ class HyperDFlashTrainer(Trainer):
         self._train_rows = self._prepare_rows(train_dataset, "train", args.packing)
         eval_rows = self._prepare_rows(eval_dataset, "eval")
         super().__init__(model=model, args=args, train_dataset=self._train_rows, eval_dataset=eval_rows, **kwargs)
+        self.objective.total = lambda value: self.accelerator.reduce(value, "sum")
         if args.feature_source == "cached":  # only now that the arguments have been found good
             self.train_dataset = self._write_features(self._train_rows, "train")
             self.eval_dataset = self._write_features(eval_rows, "eval")
+            if load_whole := vars(self.target).get("load_whole"):
+                load_whole.cache_clear()  # the layers have done their work
             self._delete_trained_features()
         # `compute_loss` divides by the counts of the whole optimizer step itself.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
@@ -396,6 +400,12 @@ class HyperDFlashTrainer(Trainer):
                 logger.warning("A checkpoint that is not whole was skipped, %s.", line)
             if not check_same_run(folder, run_identity(self)):
                 logger.warning("%s does not say which run it is of: it is taken for this one's.", folder)
+            if (of_fsdp := any(folder.glob("pytorch_model_fsdp*"))) != self.is_fsdp_enabled:
+                raise ValueError(
+                    f"{folder} is of a run {'with' if of_fsdp else 'without'} FSDP, which keeps the optimizer's state "
+                    "in a form of its own: go on as that run was launched, with any number of processes, or begin a "
+                    f"new run with its drafter (`--drafter {folder}`)."
+                )
             logger.warning("Going on from %s.", folder)
             resume_from_checkpoint = str(folder)
         elif found := describe_earlier_run(Path(str(self.args.output_dir))):
@@ -409,7 +419,8 @@ class HyperDFlashTrainer(Trainer):
             generates = any(isinstance(callback, AcceptanceCallback) for callback in callbacks)
             check_metric(self.args.metric_for_best_model, generates)
         self._check_disk_space()
-        result = super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
+        with self._all_alive():
+            result = super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
         best_step = self.state.best_global_step if self.args.load_best_model_at_end else None
         self.measured = self._evaluated.get(best_step or self.state.global_step, {})
         return result
@@ -433,7 +444,8 @@ class HyperDFlashTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        with self._all_alive():
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         if eval_dataset is None and metric_key_prefix == "eval":  # not of some other text
             self._evaluated[self.state.global_step] = self.measured = metrics
         return metrics
@@ -451,6 +463,8 @@ class HyperDFlashTrainer(Trainer):
         except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:
                 remove_checkpoint(folder)
+            if _is_of_lost_process(error):
+                raise
             raise OSError(
                 f"Checkpoint {folder} could not be written ({error.__cause__ or error}) and was removed. Make room "
                 f"(or lower `save_total_limit`){self._advice()}."
@@ -489,6 +503,19 @@ class HyperDFlashTrainer(Trainer):
             if self.state.global_step and not CHECKPOINT.fullmatch(folder.name):
                 write_record(self, folder)
         apply_umask(folder)
+
+    @contextmanager
+    def _all_alive(self) -> Iterator[None]:
+        """Say in one line that another process is gone, which others learn from the next exchange with it."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            if not _is_of_lost_process(error):
+                raise
+            raise ConnectionError(
+                f"Another process of this training is gone, at step {self.state.global_step}: its own lines, or the "
+                f"launcher's, say why. Mend that{self._advice()}."
+            ) from error
 
     def _advice(self) -> str:
         """Return the end of an error message: how to resume, or to begin again."""
@@ -597,6 +624,13 @@ class HyperDFlashTrainer(Trainer):
                 allow_patterns=drafter_files(folder),
                 run_as_future=run_as_future,
             )
+
+
+def _is_of_lost_process(error: BaseException) -> bool:
+    """Return whether an exchange between processes failed: NCCL has an error of its own, gloo's says its name."""
+    return isinstance(error, torch.distributed.DistError) or (
+        torch.distributed.is_available() and torch.distributed.is_initialized() and "gloo" in str(error)
+    )
 
 
 def _check_trainable(

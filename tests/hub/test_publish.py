@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from typer.testing import CliRunner
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, __version__
@@ -302,7 +303,8 @@ told["same"] = all(torch.equal(v, adapted.state_dict()[k]) for k, v in wrapped.s
 def test_a_sharded_drafter_is_saved_under_its_own_name(tmp_path):
     """FSDP2's `fully_shard` replaces the class by a subclass that torch defines."""
     drafter = tiny_drafter(tiny_target())
-    drafter.__class__ = type("FSDPHyperDFlashDrafter", (HyperDFlashDrafter,), {"__module__": "torch.nn.functional"})
+    of_torch = {"__module__": "torch.nn.functional"}
+    drafter.__class__ = type("FSDPHyperDFlashDrafter", (FSDPModule, HyperDFlashDrafter), of_torch)
     drafter.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["auto_map"]["AutoModel"] == "modeling_hyperdflash.HyperDFlashDrafter"

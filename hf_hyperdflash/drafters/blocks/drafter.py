@@ -15,6 +15,7 @@ from ...trees.tree import DraftTree, are_trees_kept
 from ..parts.context import ContextColumns, DraftContext, anchors_of, compile_contexts, padded_pending
 from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, run_heads
 from ..parts.layers import KeysValues, Rotary, block_inputs
+from ..parts.mask_pieces import MaskPieces
 from ..reading import HiddenStateDrafter
 from ..sampling import DraftRequest, draft_batch, drafts_of, graph_plan
 from .path import BlockPath
@@ -68,7 +69,7 @@ class BlockDrafter(HiddenStateDrafter):
         block_embeds: torch.Tensor,
         position_ids: torch.Tensor,
         context: ContextColumns | None = None,
-        attention_mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | Mapping[str, torch.Tensor | MaskPieces] | None = None,
         residual: torch.Tensor | None = None,
         residual_position_ids: torch.Tensor | None = None,
         previous_ids: torch.Tensor | None = None,
@@ -107,16 +108,18 @@ class BlockDrafter(HiddenStateDrafter):
             position_ids = torch.cat([cast(torch.Tensor, residual_position_ids), position_ids], dim=1)
         rotary = self._rotary(hidden, position_ids)
         spans = {kind: config.attention_span(kind) for kind in kinds}
-        masks: dict[str, AttentionMask | None] = {}
+        masks: dict[str, AttentionMask | MaskPieces | None] = {}
         for kind, span in spans.items():
-            mask: torch.Tensor | None
+            mask: torch.Tensor | MaskPieces | None
             if attention_mask is not None:
                 mask = attention_mask if isinstance(attention_mask, torch.Tensor) else attention_mask[kind]
             elif context is None:
                 mask = span.mask(hidden.shape[1], new, hidden.device)
             else:
                 mask = context.block_mask(span, hidden.shape[1], hidden.device)
-            masks[kind] = None if mask is None else attention_mask_for(config._attn_implementation, mask, hidden.dtype)
+            masks[kind] = mask
+            if isinstance(mask, torch.Tensor):
+                masks[kind] = attention_mask_for(config._attn_implementation, mask, hidden.dtype)
         for index, (layer, kind) in enumerate(zip(self.layers, kinds)):
             known = None if context is None else context.layer(index, spans[kind])
             hidden = layer(hidden, feature, rotary, known, masks[kind])

@@ -22,7 +22,7 @@ _SCALES = (".scale", ".weight_scale_inv")
 
 # FP4 is E2M1: sign, two bits of exponent, one of mantissa.
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_FP4_DTYPES = (torch.int8, getattr(torch, "float4_e2m1fn_x2", torch.int8))
+FP4_DTYPES = (torch.int8, getattr(torch, "float4_e2m1fn_x2", torch.int8))
 _FP4_BLOCK = (1, 32)
 
 
@@ -133,16 +133,20 @@ def _read(names: dict[str, str], paths: dict[str, str], device: torch.device) ->
 
 
 def dequantize(
-    weight: torch.Tensor, scale: torch.Tensor | None, block_size: tuple[int, int], name: str = "weight"
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    block_size: tuple[int, int],
+    name: str = "weight",
+    fp4_block: tuple[int, int] = _FP4_BLOCK,
 ) -> torch.Tensor:
     """Multiply every block of a quantized weight with its scale; a weight that is not quantized stays as it is.
 
     Args:
         weight: FP8, `[out, in]`, or FP4, two values to a byte, `[out, in / 2]`.
-        scale: Per block `[ceil(out / rows), ceil(in / columns)]`, E8M0 (as such or as bytes) or float32. FP4 has
-            blocks of 1 x 32.
+        scale: Per block `[ceil(out / rows), ceil(in / columns)]`, E8M0 (as such or as bytes) or another float.
         block_size: Rows and columns of an FP8 block.
         name: For the message.
+        fp4_block: Rows and columns of an FP4 block.
 
     Returns:
         `[out, in]`, float32 if it was quantized.
@@ -150,14 +154,14 @@ def dequantize(
     Raises:
         ValueError: If weight and scale do not belong together.
     """
-    is_fp4 = weight.dtype in _FP4_DTYPES
+    is_fp4 = weight.dtype in FP4_DTYPES
     is_quantized = is_fp4 or weight.dtype == torch.float8_e4m3fn
     if not is_quantized and scale is None:
         return weight
     if is_fp4:
         packed = weight.contiguous().view(torch.uint8)
         codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)  # the low half first, as in transformers
-        weight, block_size = torch.tensor(_FP4_VALUES, device=packed.device)[codes.long()], _FP4_BLOCK
+        weight, block_size = torch.tensor(_FP4_VALUES, device=packed.device)[codes.long()], fp4_block
     grid = [-(-size // block) for size, block in zip(weight.shape, block_size)]
     if not is_quantized or scale is None or list(scale.shape) != grid:
         raise ValueError(

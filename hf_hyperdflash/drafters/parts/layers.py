@@ -113,7 +113,9 @@ class HyperDFlashAttention(nn.Module):
             keys, values = context(keys, values)
         queries = self.q_norm(self._heads(self.q_proj(hidden))).transpose(1, 2)
         queries = _rotate(queries, cos[..., -length:, :], sin[..., -length:, :])
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = getattr(attention_mask, "attend", None)  # of a mask in pieces
+        if attend is None:
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         out, _ = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, is_causal=False)
         return self.o_proj(out.flatten(2))
 

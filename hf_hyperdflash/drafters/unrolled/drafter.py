@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,7 @@ from ..parts.layers import (
     KeysValues,
     reset_reducer,
 )
+from ..parts.mask_pieces import MaskPiece, MaskPieces
 from ..parts.reducers import REDUCERS
 from ..reading import HiddenStateDrafter
 from ..sampling import DraftRequest, draft_batch, draft_known, drafts_of, graph_plan
@@ -154,7 +156,7 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
         embeds: torch.Tensor,
         positions: torch.Tensor,
         keys_values: Sequence[ContextLayer],
-        mask: torch.Tensor | None,
+        mask: Any,
         last_only: bool = False,
     ) -> torch.Tensor:
         """Run blocks in one pass.
@@ -176,7 +178,9 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
         slots = torch.arange(self.config.block_size, device=positions.device)
         rotary = self.rotary_emb(hidden, (positions.unsqueeze(-1) + slots).flatten(1))
         kind, size = self.config._attn_implementation, self.config.block_size
-        visible, before = None if mask is None else attention_mask_for(kind, mask, hidden.dtype), None
+        visible, before = mask, None
+        if isinstance(mask, torch.Tensor):
+            visible = attention_mask_for(kind, mask, hidden.dtype)
         for index, (layer, known) in enumerate(zip(self.layers, keys_values)):
             hidden = self._between(index, hidden)
             if last_only and index == len(self.layers) - 1:
@@ -221,7 +225,8 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
             States for the LM head, `[batch, entries, (1 + len(slots)) * config.block_size, config.hidden_size]`.
         """
         caches = [_LevelCache() for _ in self.layers]
-        mask = entry_mask(position_ids, self.config.block_size)
+        size, kind = self.config.block_size, self.config._attn_implementation
+        mask: Any = entry_pieces(position_ids, size) if kind == "sdpa" else entry_mask(position_ids, size)
         next_embeds, later_embeds = (self._embedded(each) for each in (next_embeds, later_embeds))
         first = self.run(self.condition(residual), next_embeds, position_ids + 1, caches, mask)
         rows = torch.arange(len(entries), device=entries.device).unsqueeze(-1)
@@ -398,6 +403,17 @@ class _LevelCache:
         if len(self.parts) == 1:
             return keys, values
         return torch.cat([part[0] for part in self.parts], dim=2), torch.cat([part[1] for part in self.parts], dim=2)
+
+
+def entry_pieces(position_ids: torch.Tensor, size: int) -> MaskPieces:
+    """Return [`entry_mask`] in pieces, one for each document: entries and their slots in order, each slot sees those
+    before it. No piece has a tensor, whose elements would be as many as the square of a row."""
+    pieces = []
+    for row, positions in enumerate(position_ids):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+        spans = (slice(size * start, size * stop) for start, stop in pairwise(starts))
+        pieces += [MaskPiece(row, span, (span,)) for span in spans]
+    return MaskPieces(pieces)
 
 
 def entry_mask(position_ids: torch.Tensor, size: int) -> torch.Tensor:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from ...drafters.parts.block_attention import AttentionSpan
+from ...drafters.parts.mask_pieces import MaskPiece, MaskPieces
 from ..losses.loss import IGNORE_INDEX
 
 _EVERYTHING = AttentionSpan()
+_LARGE = 2**26  # elements of a row's mask, which are 4 bytes each where it is added to scores
+_BLOCKS_OF_A_PIECE = 32
 
 
 def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -84,12 +88,38 @@ def block_mask(
     return torch.cat([sees_context, sees_block], dim=-1).unsqueeze(1)
 
 
+def block_pieces(
+    anchors: torch.Tensor, position_ids: torch.Tensor, block_size: int, span: AttentionSpan = _EVERYTHING
+) -> MaskPieces:
+    """Return [`block_mask`] in pieces: a few neighbouring blocks, with the part of the context that any of them sees.
+    Of layers with a window their size depends on anchors and window, and hardly on the row."""
+    context, pieces = position_ids.shape[1], []
+    before = position_ids.gather(1, anchors.clamp(min=0))  # tokens of each document before the anchor
+    if span.context_window is not None:
+        before = before.clamp(max=span.context_window)
+    for row, (own, first) in enumerate(zip(anchors, (anchors - before).tolist())):
+        known = own.tolist()
+        for start in range(0, len(known), _BLOCKS_OF_A_PIECE):
+            group = slice(start, min(start + _BLOCKS_OF_A_PIECE, len(known)))
+            there = [(a, b) for a, b in zip(known[group], first[group]) if a >= 0]
+            begin, end = min((b for _, b in there), default=0), max((a for a, _ in there), default=0) + 1
+            shifted = torch.where(own[group] >= 0, own[group] - begin, -1)
+            mask = block_mask(shifted[None], position_ids[row : row + 1, begin:end], block_size, span)
+            queries = slice(group.start * block_size, group.stop * block_size)
+            blocks = slice(context + queries.start, context + queries.stop)
+            pieces.append(MaskPiece(row, queries, (slice(begin, end), blocks), mask))
+    return MaskPieces(pieces)
+
+
 def block_masks(
     config: PreTrainedConfig, anchors: torch.Tensor, position_ids: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Return the [`block_mask`] of each kind of layer that a drafter has."""
+) -> dict[str, torch.Tensor | MaskPieces]:
+    """Return the [`block_mask`] of each kind of layer that a drafter has, in pieces where it would be large."""
+    queries = anchors.shape[1] * config.block_size
+    is_large = queries * (position_ids.shape[1] + queries) > _LARGE and config._attn_implementation == "sdpa"
+    make: Any = block_pieces if is_large else block_mask
     kinds = dict.fromkeys(config.kinds)
-    return {kind: block_mask(anchors, position_ids, config.block_size, config.attention_span(kind)) for kind in kinds}
+    return {kind: make(anchors, position_ids, config.block_size, config.attention_span(kind)) for kind in kinds}
 
 
 def walk_rounds(anchors: torch.Tensor, matched: torch.Tensor, available: torch.Tensor) -> list[tuple[int, int]]:

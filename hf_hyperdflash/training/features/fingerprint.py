@@ -36,11 +36,14 @@ def target_fingerprint(target: PreTrainedModel, rounded_to: torch.dtype | None =
     Weights count by value, `rounded_to` a precision if one is given: a bfloat16 checkpoint has the same digests when
     it is loaded as float32, a quantized one has others. Offloaded weights are fetched one module at a time, FSDP2's
     are gathered (all ranks must call). Nothing is cached between calls, because weights may change."""
-    roots = (*target_of(target).collapse_modules, target.get_input_embeddings(), target.get_output_embeddings())
+    seen = target_of(target)
+    roots = (*seen.collapse_modules, target.get_input_embeddings(), target.get_output_embeddings())
     heads = {id(module) for root in roots for module in root.modules()}
     parts: dict[str, list[str]] = {"head": [], "body": []}
     for module, digest in _digests(target, rounded_to):
         parts["head" if id(module) in heads else "body"].append(digest)
+    if not len(seen.layers):
+        parts["body"] = []  # where the collapse's parameters belong to no module they are here
     combined = {part: sha256(*sorted(digests)) if digests else "" for part, digests in parts.items()}
     return {**combined, "config": sha256(json.dumps(config_fields(target.config), sort_keys=True))}
 

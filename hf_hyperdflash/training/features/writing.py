@@ -6,6 +6,7 @@ What makes a part is a [`Producer`]: a target in this process, or a client of an
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import threading
@@ -46,6 +47,7 @@ from .parts import (
 if TYPE_CHECKING:
     import datasets
 
+logger = logging.getLogger(__name__)
 Rows: TypeAlias = "datasets.Dataset | Sequence[Mapping[str, Any]]"
 Row = dict[str, torch.Tensor]
 
@@ -107,11 +109,18 @@ class TargetProducer:
 
     def check(self) -> None:
         self.target = self.load() if self.load else self.target
-        if not len(target_of(self.target).layers):
+        if len(target_of(self.target).layers):
+            return
+        load_whole, device = vars(self.target).get("load_whole"), self.target.device  # of `load_target`
+        if load_whole is None:
             raise ValueError(
                 "The feature cache is not complete, and this target has no layers to run. Load it whole, without "
                 "`num_hidden_layers=0`."
             )
+        logger.warning("The feature cache is not complete: the target's layers are loaded while it is made.")
+        self.target = load_whole()
+        if getattr(self.target, "hf_device_map", None) is None and not getattr(self.target, "is_quantized", False):
+            self.target.to(device)  # type: ignore[arg-type]
 
     def make(self, job: Job) -> None:
         """Compute the residual of all rows in batches of documents of similar length."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, linear
@@ -22,6 +22,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, linear
 from ...drafters.parts.heads import HeadOutput
 
 IGNORE_INDEX = -100
+Total: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # sums over processes
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,16 @@ def loss_counts(labels: torch.Tensor, kl_positions: int, weights: torch.Tensor |
     return torch.cat([weighted.sum(0, keepdim=True), blocks[:kl_positions].to(weighted)])
 
 
-def rank_loss(class_logits: torch.Tensor, classes: torch.Tensor, budget: float = 10.0) -> torch.Tensor:
+def rank_loss(
+    class_logits: torch.Tensor, classes: torch.Tensor, budget: float = 10.0, total: Total = lambda value: value
+) -> torch.Tensor:
     """Compute SpecBlock's cross-entropy of a rank head's `[blocks, slots, 4]`; -100 are classes without a label.
 
     Labels are smoothed towards nearby classes, more so towards classes with more children. Each term is weighted by
     the distance between prediction and label, twice if the prediction has too few children. In each slot, a class
-    counts as at most `budget` samples. A block counts up to the first slot whose class is predicted wrongly."""
+    counts as at most `budget` samples. A block counts up to the first slot whose class is predicted wrongly.
+
+    `total` sums over the processes that have parts of the blocks; the losses of all then sum to that of all blocks."""
     logits, labelled = class_logits.float(), classes != IGNORE_INDEX
     true, predicted = classes.clamp(min=0), class_logits.argmax(-1)
     right = (predicted == true) & labelled
@@ -100,9 +105,9 @@ def rank_loss(class_logits: torch.Tensor, classes: torch.Tensor, budget: float =
     shortfall = true - predicted
     distance = 1.0 + shortfall.abs() + shortfall.clamp(min=0)
     class_members = torch.nn.functional.one_hot(true, logits.shape[-1]) * counts.unsqueeze(-1)
-    weights = (budget / class_members.sum(0).clamp(min=1)).clamp(max=1.0).expand(len(true), -1, -1)
+    weights = (budget / total(class_members.sum(0)).clamp(min=1)).clamp(max=1.0).expand(len(true), -1, -1)
     weights = weights.gather(-1, true.unsqueeze(-1)).squeeze(-1) * counts
-    return (entropy * distance * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    return (entropy * distance * weights).sum() / total(weights.sum()).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def drafter_loss(

@@ -25,6 +25,7 @@ from .loss import (
     DrafterLoss,
     DraftHead,
     LossTerms,
+    Total,
     drafter_loss,
     indices_among,
     loss_counts,
@@ -108,7 +109,12 @@ class BlockObjective:
 
     Training calls [`add_anchors`] and [`step`], and judges by [`walk`]. A batch is one of [`collate`] with the
     residual of `layer_ids`, `[batch, seq, streams, config.target_hidden_size]`.
+
+    Attributes:
+        total: Sums a tensor over the processes that each have a part of a batch.
     """
+
+    total: Total = staticmethod(lambda value: value)
 
     # Whether blocks continue from others: the weights of draft positions begin anew with each, and are the KL's, too.
     continues: ClassVar[bool] = False
@@ -343,16 +349,19 @@ class UnrolledObjective(BlockObjective):
             before = right.unflatten(-1, (-1, size)).long().cumprod(-1)[..., :-1]
             valid = nn.functional.pad(before, (1, 0), value=1).bool().flatten(-2)
             counted = labels.masked_fill(~valid, IGNORE_INDEX)
-            if counts is not None:  # the share that is left on this process: that of the whole step is not known yet
-                left, all_ = (self.counts([{"labels": each}]).to(counts) for each in (counted, labels))
+            if counts is not None:  # the share that is left of this batch: that of the whole step is not known yet
+                both = [self.counts([{"labels": each}]).to(counts) for each in (counted, labels)]
+                left, all_ = self.total(torch.stack(both))
                 counts = counts * torch.where(all_ > 0, left / all_.clamp(min=1e-9), 0.0)
         terms = super().loss(drafted, batch | {"labels": counted}, table, counts, teacher_positions)
         if ranks is None:
             return terms
-        rank_terms = rank_loss(ranks.flatten(0, 1).view(-1, size, ranks.shape[-1]), classes.view(-1, size))
-        if counts is not None:  # a part of a step
-            own = loss_counts(counted.flatten(0, 1), 0, self.terms.position_weights).to(counts)[0]
-            rank_terms = rank_terms * own / counts[0]
+        flat = ranks.flatten(0, 1).view(-1, size, ranks.shape[-1]), classes.view(-1, size)
+        if counts is None:
+            rank_terms = rank_loss(*flat)
+        else:  # a part of a step
+            own = self.total(loss_counts(counted.flatten(0, 1), 0, self.terms.position_weights).to(counts)[0])
+            rank_terms = rank_loss(*flat, total=self.total) * own / counts[0]
         rank_terms = rank_terms.to(terms.loss)
         return terms._replace(loss=terms.loss + (self.args.rank_weight or 0) * rank_terms, rank=rank_terms.detach())
 

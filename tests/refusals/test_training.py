@@ -636,7 +636,7 @@ def listing(text):
 FIELDS = {"rope_theta": 20_000.0, "sliding_window": 9, "swiglu_limit": 8.0, "rms_norm_eps": 1e-5, "index_topk": 3,
           "hc_sinkhorn_iters": 5, "a_field_of_models_to_come": 1}  # fmt: skip
 OTHER_ROWS = {
-    "tokens": put(2, "input_ids", 5, 3), "masks": put(0, "loss_mask", 0, 1), "number": list.pop,
+    "tokens": put(2, "input_ids", 5, 3), "number": list.pop,
     "packing": put(1, "position_ids", slice(4, 9), range(5)),
 }  # fmt: skip
 DAMAGED, UNFINISHED = ("damaged", "again"), ("unfinished", "1 of 3", "FeatureCache.write")
@@ -652,14 +652,15 @@ MIXED = {
     "another number format": Refusal(lambda at: write(at, dtype="float8"), ("dtype", "bfloat16", "float8")),
     **{f"other {name}": Refusal(lambda at, edit=edit: write(at, edit), ("other data", "another directory"))
        for name, edit in OTHER_ROWS.items()},
-    "damaged JSON": Refusal(listing(b'{"version": 3, "identi'), DAMAGED),
+    "damaged JSON": Refusal(listing(b'{"version": 4, "identi'), DAMAGED),
     "no text": Refusal(listing(b"\x93\xff\x00"), DAMAGED),
-    "an earlier format": Refusal(listing(b'{"version": 1}'), ("version 1", "3")),
+    "an earlier format": Refusal(listing(b'{"version": 3}'), ("version 3", "4")),
     "no list": Refusal(listing(b"[]"), DAMAGED),
-    "a list without parts": Refusal(listing(b'{"version": 3}'), DAMAGED),
+    "a list without parts": Refusal(listing(b'{"version": 4}'), DAMAGED),
+    "a list without its rows": Refusal(after("*.rows", os.unlink), (".rows", "put it into the folder")),
     "an earlier release": Refusal(
         after("*.json", lambda path: path.with_name("features.json").write_text('{"version": 2}')),
-            ("features.json", "version 2", "3")),
+            ("features.json", "version 2", "4")),
     "a cut part": Refusal(after("*.safetensors", lambda path: os.truncate(path, 100)), UNFINISHED),
     "half a part": Refusal(after("*.safetensors", lambda path: os.truncate(path, 2000)), UNFINISHED),
     "no part": Refusal(after("*.safetensors", os.unlink), UNFINISHED),

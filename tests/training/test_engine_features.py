@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hf_hyperdflash import FeatureCache, load_target
+from hf_hyperdflash import load_target
 from hf_hyperdflash.targets.hooks import EMBEDDINGS
 from hf_hyperdflash.training.endpoint import Endpoint
 from hf_hyperdflash.training.features.engine import EngineProducer
@@ -23,6 +23,7 @@ from hf_hyperdflash.training.features.engine_protocol import (
     token_path,
 )
 from hf_hyperdflash.training.features.identity import feature_identity
+from hf_hyperdflash.training.features.store import FeatureCache
 from hf_hyperdflash.training.features.writing import FeatureWriter, TargetProducer
 
 from ..conftest import MODELS
@@ -222,7 +223,7 @@ CHANGES = [
 def test_another_server_is_refused_before_work(made, server, changed, words):
     server.said |= changed
     Refusal(lambda: write_by(server, made, some_rows(5, 17)), words).check()
-    assert len(server.asked) == 1 and not list(server.directory.iterdir())
+    assert len(server.asked) == 1 and [path.name for path in server.directory.iterdir()] == ["features.lock"]
 
 
 def test_a_server_without_the_connector_is_told_how_to_start(made, server):

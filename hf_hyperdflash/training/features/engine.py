@@ -165,8 +165,8 @@ class EngineProducer:
             at = next((i for i, (a, b) in enumerate(zip(theirs, ours)) if a != b), min(len(theirs), len(ours)))
             raise ValueError(
                 f"The tokenizer of {self.endpoint.root} is another one than that of the rows: of one text it makes "
-                f"{theirs[at : at + 3]} from token {at} on, here it is {ours[at : at + 3]}. Tokenize the rows with the "
-                "served target's own tokenizer."
+                f"{theirs[at : at + 3]} from token {at} on, here it is {ours[at : at + 3]}. Tokenize the rows with "
+                "the served target's own tokenizer."
             )
 
     # Parts
@@ -212,9 +212,9 @@ class EngineProducer:
             if time.monotonic() > until:
                 free = decimal(shutil.disk_usage(self.directory).free)
                 raise OSError(
-                    f"{self.endpoint.root} has run row {request.row}, but {path.name} is not in {self.directory} after "
-                    f"{_FILE_SECONDS} seconds ({free} are free there): look at the server's log. What is written "
-                    "stays, and the same command goes on after it."
+                    f"{self.endpoint.root} has run row {request.row}, but {path.name} is not in {self.directory} "
+                    f"after {_FILE_SECONDS} seconds ({free} are free there): look at the server's log. What is "
+                    "written stays, and the same command goes on after it."
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL)

@@ -57,7 +57,7 @@ def encode(residual: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
 
 
 def save_part(
-    path: Path, key: str, rows: Sequence[Mapping[str, torch.Tensor]], stored: dict[str, torch.Tensor]
+    path: Path, key: str, rows: Sequence[Mapping[str, torch.Tensor]], stored: Mapping[str, torch.Tensor]
 ) -> None:
     """Write a part atomically. `rows` have `input_ids` and `position_ids`, `stored` is what [`encode`] returns, of all
     rows end to end."""

@@ -27,19 +27,8 @@ from ..losses.objective import compute_document_residuals, split_documents
 from ..runs.progress import progress_bar
 from .identity import Identity, check_identity, identity_key
 from .locking import claim, one_at_a_time
-from .parts import (
-    SPACE_ADVICE,
-    Part,
-    encode,
-    list_path,
-    part_bytes,
-    part_defect,
-    part_name,
-    read_lists,
-    row_digest,
-    save_part,
-    write_list,
-)
+from .part_file import SPACE_ADVICE, encode, part_name, row_digest, save_part
+from .parts import Part, list_path, part_bytes, part_defect, read_lists, write_list
 
 if TYPE_CHECKING:
     import datasets
@@ -77,8 +66,8 @@ class Producer(Protocol):
     concurrency: int  # threads that call `make` at the same time
     rows_per_part: int | None  # of new parts; `None` for as many as fit into a part's size
 
-    def check(self) -> None:
-        """Raise a `ValueError` or an `OSError` if it can make no part."""
+    def check(self, longest: int) -> None:
+        """Raise a `ValueError` or an `OSError` if it cannot make parts of rows of up to `longest` tokens."""
 
     def make(self, job: Job) -> None:
         """Make the file of a part, or have it made, atomically ([`save_part`])."""
@@ -93,7 +82,7 @@ class TargetProducer:
         self.target, self.identity, self.batch_size = target, identity, batch_size
         self.vocab_size: int = target_of(target).config.vocab_size
 
-    def check(self) -> None:
+    def check(self, longest: int) -> None:
         if not len(target_of(self.target).layers):
             raise ValueError(
                 "The feature cache is not complete, and this target has no layers to run. Load it whole, without "
@@ -230,7 +219,7 @@ class FeatureWriter:
             self.plan()  # again: until now another process may have written there
             missing = self.missing()
             if missing:
-                self.producer.check()
+                self.producer.check(max(self.lengths))
             self._check_space(missing)
             if not self.list_path.exists():
                 write_list(self.list_path, self.identity, self.parts, self.digests, self.lengths, self.masks)

@@ -67,7 +67,7 @@ class FeatureConnector(ExampleHiddenStatesConnector):
         self._streams = max(getattr(text, name, None) or 1 for name in ("hc_mult", "hc_count"))
         self._num_layers: int = text.num_hidden_layers
         self._engine_ids = _engine_ids(speculative)
-        _check_started(vllm_config, self._engine_ids, self._num_layers, self._streams)
+        check_started(vllm_config, self._engine_ids, self._num_layers, self._streams)
         super().__init__(vllm_config, role, kv_cache_config)
         self._directory = Path(self._storage_path)
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def _engine_ids(speculative: Any) -> list[int]:
     return list(getattr(config, "eagle_aux_hidden_state_layer_ids", None) or ())
 
 
-def _check_started(vllm_config: Any, ids: list[int], num_layers: int, streams: int) -> None:
+def check_started(vllm_config: Any, ids: list[int], num_layers: int, streams: int) -> None:
     """Raise a `ValueError` if the options of the server do not let it write features."""
     fix = "start it with the command that `hf-hyperdflash features --endpoint` prints."
     speculative, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config

@@ -33,7 +33,7 @@ from .part_file import row_digest, save_part
 from .parts import part_defect
 from .writing import Job
 
-_FILE_SECONDS, _FIRST_POLL, _LONGEST_POLL = 120, 0.005, 0.2
+_TRIES, _FILE_SECONDS, _FIRST_POLL, _LONGEST_POLL = 4, 30.0, 0.005, 0.2
 _SENTENCE = "Where 3 of 10 users stop: naïve “quotes”, 中文, \U0001f40d and\n\tdef f(x): return x**2"
 
 
@@ -202,22 +202,25 @@ class EngineProducer:
             return
         failed = path.with_suffix(ERROR_SUFFIX)
         failed.unlink(missing_ok=True)
-        self._post(ids.tolist(), request.params())
-        pause, until = _FIRST_POLL, time.monotonic() + _FILE_SECONDS
-        while part_defect(path, request.cache):
-            if failed.exists():
-                why = failed.read_text(encoding="utf-8")
-                failed.unlink(missing_ok=True)
-                raise OSError(f"{self.endpoint.root} could not write row {request.row}: {why}")
-            if time.monotonic() > until:
-                free = decimal(shutil.disk_usage(self.directory).free)
-                raise OSError(
-                    f"{self.endpoint.root} has run row {request.row}, but {path.name} is not in {self.directory} "
-                    f"after {_FILE_SECONDS} seconds ({free} are free there): look at the server's log. What is "
-                    "written stays, and the same command goes on after it."
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL)
+        for _ in range(_TRIES):
+            self._post(ids.tolist(), request.params())
+            pause, until = _FIRST_POLL, time.monotonic() + _FILE_SECONDS
+            while time.monotonic() < until:
+                if not part_defect(path, request.cache):
+                    return
+                if failed.exists():
+                    why = failed.read_text(encoding="utf-8")
+                    failed.unlink(missing_ok=True)
+                    raise OSError(f"{self.endpoint.root} could not write row {request.row}: {why}")
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_POLL)
+            # A server that was killed after its answer, before the file: another one may be there now.
+        free = decimal(shutil.disk_usage(self.directory).free)
+        raise OSError(
+            f"{self.endpoint.root} has run row {request.row} {_TRIES} times, but {path.name} is not in "
+            f"{self.directory} {_FILE_SECONDS:g} seconds later ({free} are free there): look at the server's log. "
+            "What is written stays, and the same command goes on after it."
+        )
 
     def _post(self, token_ids: Sequence[int], params: dict[str, Any]) -> dict[str, Any]:
         """Send a prompt for one token, and return what the connector answers; nothing if there is none."""

@@ -83,10 +83,8 @@ class Served:
 
     def producer(self, dtype: str = "float32", layers: list[int] = LAYERS) -> EngineProducer:
         identity = feature_identity(self.target, dtype=dtype, target_layer_ids=layers)
-        return EngineProducer(
-            Endpoint(f"http://127.0.0.1:{self.port}", "served"), self.directory, identity, num_layers=8,
-            vocab_size=2048, tokenizer=self.tokenizer, concurrency=4,
-        )  # fmt: skip
+        endpoint = Endpoint(f"http://127.0.0.1:{self.port}", "served")
+        return EngineProducer(endpoint, self.directory, self.target, identity, self.tokenizer, concurrency=4)
 
     def write(self, rows: list[dict], **options) -> FeatureCache:
         FeatureWriter(self.directory, rows, self.producer(**options)).complete()

@@ -155,8 +155,9 @@ def some_rows(*lengths, documents=1):
 
 def producer(server, target, dtype="bfloat16", layers=LAYERS, **options):
     identity = feature_identity(target, dtype=dtype, target_layer_ids=layers)
-    sizes = {"num_layers": 4, "vocab_size": 96, "concurrency": 3}
-    return EngineProducer(Endpoint(server.root, "served"), server.directory, identity, **sizes, **options)
+    return EngineProducer(
+        Endpoint(server.root, "served"), server.directory, target, identity, concurrency=3, **options
+    )
 
 
 def write_by(server, target, rows, **options):

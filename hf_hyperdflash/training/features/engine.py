@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from rich.filesize import decimal
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...targets.registry import target_of
 from ..endpoint import Endpoint, RequestRefused, Requests, ServerError
 from ..losses.objective import split_documents
 from .engine_protocol import (
@@ -49,18 +50,17 @@ class EngineProducer:
         self,
         endpoint: Endpoint,
         directory: Path,
+        target: PreTrainedModel,
         identity: Identity,
-        *,
-        num_layers: int,
-        vocab_size: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
         concurrency: int = 64,
     ) -> None:
-        self.endpoint, self.directory, self.identity = endpoint, directory, identity
-        self.num_layers, self.vocab_size, self.tokenizer, self.concurrency = (
-            num_layers, vocab_size, tokenizer, concurrency,
-        )  # fmt: skip
-        self.requests, self._joining = Requests(endpoint, concurrency), threading.Lock()
+        """Make the producer; of `target`, which needs no weights, it reads the sizes."""
+        family = target_of(target)
+        self.num_layers, self.vocab_size = len(family.layers), int(family.config.vocab_size)
+        self.endpoint, self.directory, self.identity, self.tokenizer = endpoint, directory, identity, tokenizer
+        self.concurrency, self.requests = concurrency, Requests(endpoint, concurrency)
+        self._joining = threading.Lock()
 
     # Before any work
 

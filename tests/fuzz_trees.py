@@ -1,4 +1,5 @@
-"""Greedy text with draft trees against the target's own, over families, trees, chunks, turns, caches and processors.
+"""Greedy text with draft trees against the target's own, over families, trees, chunks, turns, caches, processors,
+interruptions and batches.
 
 `python -m tests.fuzz_trees --cases 10000` runs seeds 0 to 9,999 and prints every difference; the tests run some
 hundreds of them. A case is its seed: `--first 1234 --cases 1` runs that one again.
@@ -23,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CompileConfig, PreTrainedModel, StaticCache
+from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from hf_hyperdflash import HyperDFlashDrafter, MedusaConfig, MedusaDrafter, bind
@@ -33,7 +35,7 @@ from hf_hyperdflash.targets.registry import target_of
 
 from .conftest import CSA, HCA, MIXES, perfect, prompt, tiny_target
 from .helpers.families import ALSO_MASKED, FAMILIES
-from .helpers.tree_drafters import RandomTrees
+from .helpers.tree_drafters import RandomChains, RandomTrees
 from .helpers.unrolled import unrolled
 
 SHARE_GRAPHS = 10  # cases of compiled rounds
@@ -75,25 +77,27 @@ def bound(made: Callable[[], PreTrainedModel]) -> Any:
 
 
 def run_case(seed: int) -> tuple[str, str | None]:
-    """One case.
+    """One case: a text turn after turn, one that is interrupted, or a padded batch.
 
     Returns:
         The target's name, and what differs; `None` if nothing does.
     """
     chance = random.Random(seed)
-    made = chance.choice(TARGETS)
-    name, target = made.__name__, bound(made)
-    is_remote = target.config.model_type == "remote_v4"
-    # Where its indexer has to choose, stock V4's text depends on how a prompt is cut: there it is not cut.
-    is_whole = is_remote or ("deepseek_v4" in name and target.config.index_topk < 512)
+    made, way = chance.choice(TARGETS), chance.choice([turns, turns, turns, interruptions, batches])
     options = {"do_sample": False, "max_new_tokens": chance.randint(4, 24), **chance.choice(PROCESSORS)}
+    return made.__name__, way(bound(made), options, chance)
+
+
+def turns(target: Any, options: dict[str, Any], chance: random.Random) -> str | None:
+    """One or two turns on one cache, the prompt in chunks or whole, with random trees or drafts often right."""
+    is_remote, seed = target.config.model_type == "remote_v4", chance.randrange(2**20)
+    # Where its indexer has to choose, stock V4's text depends on how a prompt is cut: there it is not cut.
+    is_whole = is_remote or getattr(target.config, "index_topk", 512) < 512
     chunk = None if is_whole else chance.choice([None, None, 1, 3, 7])
-    text, filled = prompt(chance.randint(1, 40), seed=seed), None
-    turns = 1 if is_whole else chance.choice([1, 1, 2])
-    keeps_cache = turns > 1 or bool(seed % 2)  # else rounds run in inference mode
-    if target_of(target).tree_verification == "mask" and chance.random() < 0.4:
-        filled = StaticCache(config=target.config.get_text_config(decoder=True), max_cache_len=120)
-    for turn in range(turns):
+    text, filled = prompt(chance.randint(1, 40), seed=seed), new_cache(target, chance)
+    count = 1 if is_whole else chance.choice([1, 1, 2])
+    keeps_cache = count > 1 or bool(seed % 2)  # else rounds run in inference mode
+    for turn in range(count):
         options["attention_mask"] = torch.ones_like(text)  # else a padding token that was written would be hidden
         expected = target.generate(text, **options)
         if chance.random() < 0.3 or is_remote:
@@ -108,12 +112,103 @@ def run_case(seed: int) -> tuple[str, str | None]:
         )  # fmt: skip
         written = out.sequences if keeps_cache else out
         if not torch.equal(written, expected):
-            return name, f"turn {turn + 1}: {difference(target, written[0], expected[0], options)}"
+            return f"turn {turn + 1}: {difference(target, written[0], expected[0], options)}"
         if not keeps_cache:
             break
         filled = chance.choice([cache_of(out), copy.deepcopy(cache_of(out))])
         text = torch.cat([expected, prompt(chance.randint(1, 9), seed=seed + 1)], dim=1)
-    return name, None
+    return None
+
+
+class Stops(BaseStreamer):
+    """Raises when it gets the `count`-th part of a text; the prompt is the first."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def put(self, value: torch.Tensor) -> None:
+        self.count -= 1
+        if self.count < 0:
+            raise KeyboardInterrupt
+
+    def end(self) -> None: ...
+
+
+def interruptions(target: Any, options: dict[str, Any], chance: random.Random) -> str | None:
+    """A text whose caller, or one of the target's layers, raises at some point. The caller goes on with what its cache
+    holds, drafted or plain, or is told that nobody can."""
+    is_remote, seed = target.config.model_type == "remote_v4", chance.randrange(2**20)
+    ids, cache = prompt(chance.randint(1, 40), seed=seed), new_cache(target, chance)
+    if cache is None:
+        cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    expected = target.generate(ids, **options)
+    kind = RandomChains if is_remote or chance.random() < 0.3 else RandomTrees
+    drafter, point = kind(target, [expected[0]], seed=seed, most=8), chance.randint(1, 8)
+    at = int(chance.random() * len(target_of(target).layers))
+    options = {**options, "attention_mask": torch.ones_like(ids), CACHE: cache}
+
+    def interrupt(*_: Any) -> None:
+        nonlocal point
+        point -= 1
+        if point < 0:
+            raise KeyboardInterrupt
+
+    is_callers = chance.random() < 0.5
+    streamer = Stops(point) if is_callers else None
+    hook = None if is_callers else target_of(target).layers[at].register_forward_hook(interrupt)
+    try:
+        target.generate(ids, assistant_model=drafter, streamer=streamer, **options)
+        return None  # the text ended before
+    except KeyboardInterrupt:
+        length = int(cache.get_seq_length())
+    finally:
+        if hook is not None:
+            hook.remove()
+    end = expected.shape[1]
+    if length < ids.shape[1] or length + 1 >= end:
+        return None if length < end else f"the cache holds {length} tokens, and the text has {end}"
+    del options["max_new_tokens"]
+    seen = expected[:, : length + 1]
+    options |= {"attention_mask": torch.ones_like(seen), "max_length": end}
+    if "min_new_tokens" in options:  # which counts anew
+        options["min_new_tokens"] = max(0, options["min_new_tokens"] - (seen.shape[1] - ids.shape[1]))
+    again = target.generate(seen, assistant_model=drafter if chance.random() < 0.5 else None, **options)
+    if torch.equal(again, expected):
+        return None
+    options.pop(CACHE)
+    return f"after an interruption at {length}: {difference(target, again[0], expected[0], options)}"
+
+
+def batches(target: Any, options: dict[str, Any], chance: random.Random) -> str | None:
+    """Two to four prompts, padded on the left."""
+    texts = [prompt(chance.randint(1, 30), seed=chance.randrange(2**20))[0] for _ in range(chance.randint(2, 4))]
+    ids, mask = padded_on_the_left(texts)
+    options = {**options, "pad_token_id": 0}
+    padding = (mask == 0).sum(1).tolist()
+    if "deepseek_v4" in target.config.model_type or target.config.model_type == "remote_v4":
+        # Stock V4 compresses padding with the text. Ours does not: each text is what it is alone.
+        options = {
+            name: value for name, value in options.items() if name in ("do_sample", "max_new_tokens", "pad_token_id")
+        }
+        alone = [target.generate(text[None], **options)[0] for text in texts]
+        expected = torch.stack([torch.nn.functional.pad(text, (count, 0)) for text, count in zip(alone, padding)])
+    else:
+        expected = target.generate(ids, attention_mask=mask, **options)  # some processors look at a batch's padding
+    own = [text[count:] for text, count in zip(expected, padding)]
+    kind = RandomChains if target.config.model_type == "remote_v4" or chance.random() < 0.4 else RandomTrees
+    drafter = kind(target, own, seed=chance.randrange(2**20), most=chance.choice([3, 8, 20]))
+    written = target.generate(ids, attention_mask=mask, assistant_model=drafter, **options)
+    for row, (found, own_mask) in enumerate(zip(written, mask)):
+        if found.tolist() != expected[row].tolist():
+            given = {**options, "attention_mask": own_mask[None]}
+            return f"row {row + 1} of {len(texts)}: {difference(target, found, expected[row], given)}"
+    return None
+
+
+def new_cache(target: Any, chance: random.Random) -> Any:
+    """Return a static cache for some of the targets that can have one, else `None`."""
+    can = target_of(target).tree_verification == "mask" and chance.random() < 0.4
+    return StaticCache(config=target.config.get_text_config(decoder=True), max_cache_len=120) if can else None
 
 
 @cache
@@ -159,7 +254,7 @@ def run_compiled_case(seed: int, backend: str) -> tuple[str, str | None]:
         [{}, {"num_assistant_tokens": "auto"}, {"tree_budget": 5}, {"tree_budget": 12}, {"tree_budget": "auto"}]
     )
     kind, is_random = graphs.choice([*trained_kinds(target).values()]), graphs.random() < 0.3
-    is_launch_bound = graphs.random() < 0.6
+    on_accelerator = graphs.random() < 0.6
     size = graphs.choice([1, 1, 3])
     turns = chance.choice([1, 2]) if size == 1 else 1
     texts = [prompt(chance.randint(1, 40), seed=seed + row)[0] for row in range(size)]
@@ -176,7 +271,7 @@ def run_compiled_case(seed: int, backend: str) -> tuple[str, str | None]:
         plain = {key: value for key, value in asked.items() if key != "compile_config"}
         expected = target.generate(ids, **plain)  # of the whole batch: some processors look at its padding
         drafter: Any = kind
-        SavedDrafter._is_launch_bound = is_launch_bound  # type: ignore[assignment]  # as on an accelerator
+        SavedDrafter._on_accelerator = on_accelerator  # type: ignore[assignment]  # as on an accelerator
         if is_random:
             own = [text[count:] for text, count in zip(expected, padding)]
             drafter = RandomTrees(target, own, seed=seed, most=12 if "tree_budget" in how else 6)

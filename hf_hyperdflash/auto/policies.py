@@ -105,10 +105,10 @@ class FixedPolicy:
 
     is_asked = True  # whether the drafter drafts in this round, and so is to know what was accepted
 
-    def begin(self, length: int, rooms: Sequence[int]) -> int:
+    def begin(self, length: int, draft_limits: Sequence[int]) -> int:
         """Begin a round after at most `length` tokens, and return how many drafts, one after the other, each sequence
-        may have; there is room for `rooms`."""
-        return max(rooms)
+        may have; `draft_limits` says how many drafts each text has room for."""
+        return max(draft_limits)
 
     def sampler(self, sampler: DraftSampler) -> DraftSampler:
         """Return a sequence's sampler with what this round admits."""
@@ -135,9 +135,9 @@ class ChainPolicy(FixedPolicy):
         self._costs: list[float] = []  # of each number of drafts
         self._length, self._texts = 0, 1
 
-    def begin(self, length: int, rooms: Sequence[int]) -> int:
-        stats, limit = self.stats, max(rooms)
-        self._length, self._texts, self._signals, self._reached = length, len(rooms), [], 1.0
+    def begin(self, length: int, draft_limits: Sequence[int]) -> int:
+        stats, limit = self.stats, max(draft_limits)
+        self._length, self._texts, self._signals, self._reached = length, len(draft_limits), [], 1.0
         is_probe = limit > 0 and not self._is_first and (not stats.is_tried or stats.probes.is_due())
         self._is_trial = is_probe and stats.is_drafting
         if self._is_trial:
@@ -222,13 +222,13 @@ class TreePolicy(ChainPolicy):
         self._trees = stats.trees = stats.trees or DraftingStats()
         self.are_trees = False
 
-    def begin(self, length: int, rooms: Sequence[int]) -> int:
+    def begin(self, length: int, draft_limits: Sequence[int]) -> int:
         self.are_trees = self._are_trees_next(self._known, self._trees)
         self.stats = self._trees if self.are_trees else self._known
         if not self.are_trees:
-            return super().begin(length, rooms)
-        self._nodes = super().begin(length, [MOST_NODES if max(rooms) else 0])
-        return max(rooms) if self._nodes else 0
+            return super().begin(length, draft_limits)
+        self._nodes = super().begin(length, [MOST_NODES if max(draft_limits) else 0])
+        return max(draft_limits) if self._nodes else 0
 
     @staticmethod
     def _are_trees_next(chains: DraftingStats, trees: DraftingStats) -> bool:
@@ -265,9 +265,9 @@ class BatchPolicy(ChainPolicy):
     """As many drafts for all sequences of a batch as pay, settled before any is drawn: they share a forward, so what a
     draft costs is none of a text's own."""
 
-    def begin(self, length: int, rooms: Sequence[int]) -> int:
-        self.stats = self._known.batches.setdefault(len(rooms).bit_length(), DraftingStats())
-        return self._admit_unseen(super().begin(length, rooms))
+    def begin(self, length: int, draft_limits: Sequence[int]) -> int:
+        self.stats = self._known.batches.setdefault(len(draft_limits).bit_length(), DraftingStats())
+        return self._admit_unseen(super().begin(length, draft_limits))
 
     def sampler(self, sampler: DraftSampler) -> DraftSampler:
         return sampler

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, T
 from ..drafters.base import AUTO
 from ..drafters.parts.context import DraftContext
 from ..targets.caches.name import CACHE, cache_of
-from ..targets.caches.slots import SlotForward, is_of_plain_layers
+from ..targets.caches.round_cache import RoundForward, is_of_plain_layers
 from ..targets.compiled import CompiledForwards, compile_options
 from ..targets.hooks import OPEN_FORWARDS, is_between_writes
 from ..targets.target import TargetOutput, TreeVerification, stop_recording
@@ -39,7 +38,7 @@ class Batch:
     Attributes:
         sequences: Those that have not ended.
         cache: The target's.
-        slots: The sequences' cache in rounds, and what runs the target over it; `None` if they go on with `cache`.
+        round_forward: Runs the target over the sequences' cache of rounds; `None` if they go on with `cache`.
         verification: How draft trees are verified over `cache`.
         policy: Who decides how much is drafted.
         max_positions: The most verification positions that a round may have.
@@ -53,14 +52,14 @@ class Batch:
         self.binding, self.cache = first.target.hyperdflash_binding, first.cache
         # What one of them reads, all of them do: an observer may want more layers than the drafter.
         self.capture = self.binding.residual.new_capture(max((each.layer_ids for each in sequences), key=len))
-        self.slots: SlotForward | None = None
+        self.round_forward: RoundForward | None = None
         self.verification: TreeVerification = "chain"
         self.policy: FixedPolicy = FixedPolicy()
         budget = self.request.tree_budget
         nodes = MOST_NODES if budget == AUTO else budget or 0
         self.max_positions = 1 + max(nodes, *(each.num_drafts for each in sequences))
         self.compiled: CompiledForwards | None = None
-        self._fixed_contexts: Many[DraftContext] = ()
+        self._compiled_contexts: list[DraftContext] = []
         self.now, self.no_drafts = first.now, DraftTree.chain(first.tokens.ids.new_empty(0))
 
     def prefill(self) -> TargetOutput:
@@ -105,7 +104,7 @@ class Batch:
             if is_static_attention_cache(self.cache):
                 options = compile_options(self.target.model, {CACHE: self.cache}, first.config)
                 self.compiled = None if options is None else self.binding.compiled(options)
-            self.slots = SlotForward(
+            self.round_forward = RoundForward(
                 self.target,
                 self.cache,
                 lengths,
@@ -153,21 +152,21 @@ class Batch:
 
     def compile_drafter(self) -> None:
         """Let the drafter's passes run compiled where the target's rounds do."""
-        if self.slots is None or self.compiled is None:
+        if self.round_forward is None or self.compiled is None:
             return
         contexts = [sequence.context for sequence in self.sequences]
         config = self.sequences[0].config
         # Windows have room for any text. Its length in steps, as each other room would be compiled for.
-        room = self.slots.cache.capacity or self.request.static_cache_length(config, config.max_length)
-        most_new = 1 + max(sequence.num_drafts for sequence in self.sequences)
-        sizes = room, most_new, self.max_positions - 1
-        self._fixed_contexts = self.drafter.fixed_contexts(self.target, contexts, *sizes, self.compiled)
+        max_tokens = self.round_forward.cache.capacity or self.request.static_cache_length(config, config.max_length)
+        max_new = 1 + max(sequence.num_drafts for sequence in self.sequences)
+        sizes = max_tokens, max_new, self.max_positions - 1
+        self._compiled_contexts = list(self.drafter.compiled_contexts(self.target, contexts, *sizes, self.compiled))
 
     @contextmanager
     def interruptible(self, round_: ChainRound | None = None) -> Iterator[None]:
         """Let whoever goes on with the cache after an interruption, as of Ctrl-C inside, find it whole or be told.
 
-        Rounds over slots leave the cache alone, whatever happens to them.
+        Rounds over a cache of their own leave the cache alone, whatever happens to them.
 
         Args:
             round_: Whose forward is inside, to be taken back; `None` for what nothing takes back.
@@ -175,7 +174,7 @@ class Batch:
         try:
             yield
         except BaseException as error:
-            if self.slots is None:
+            if self.round_forward is None:
                 setattr(self.cache, OPEN_FORWARDS, 1)
                 if round_ is not None and is_between_writes(self.cache, error):
                     round_.abort(self.cache)
@@ -184,8 +183,8 @@ class Batch:
 
     def drop_finished(self) -> None:
         left = [index for index, sequence in enumerate(self.sequences) if not sequence.finished]
-        if self.slots is not None and left and len(left) < len(self.sequences):
-            self.slots.batch_select_indices(torch.tensor(left))
+        if self.round_forward is not None and left and len(left) < len(self.sequences):
+            self.round_forward.batch_select_indices(torch.tensor(left))
         self.sequences = [self.sequences[index] for index in left]
 
     @property
@@ -204,8 +203,8 @@ class Batch:
 
     def end(self) -> None:
         """Leave the cache as transformers' own loop would."""
-        if self.slots is not None:
-            self.slots.cache.give_back()
+        if self.round_forward is not None:
+            self.round_forward.cache.give_back()
         stop_recording(self.cache)
-        for context in self._fixed_contexts:
+        for context in self._compiled_contexts:
             context.compiled = None  # the next turn may run eagerly

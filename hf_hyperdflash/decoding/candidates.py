@@ -86,7 +86,7 @@ class DraftCandidateGenerator(CandidateGenerator):
         self._take_in(input_ids, positions, end)
         switch = self.pair.target.rope_switch
         if switch is not None:
-            count = int(min(count, switch.most_drafts(1 + int(positions[0, -1]))))
+            count = int(min(count, switch.max_drafts(1 + int(positions[0, -1]))))
             if count < 1:
                 return input_ids, None
         request = DraftRequest(self.context, input_ids, positions, count, self.sampler)

@@ -70,16 +70,17 @@ def write(sequences: list[Sequence]) -> None:
 
 def run_round(batch: Batch) -> None:
     """Write to each sequence the drafts that the target agrees with, and one token of the target's own."""
-    sequences, policy, now, slots = batch.sequences, batch.policy, batch.now, batch.slots
+    sequences, policy, now, round_forward = batch.sequences, batch.policy, batch.now, batch.round_forward
     began, slow_calls = now(), batch.slow_calls
     lengths = [sequence.tokens.length for sequence in sequences]
     streamed = sum(sequence.streamer_seconds for sequence in sequences)
 
     # Draft what fits into text and cache, and pays.
-    free = sys.maxsize if slots is None else slots.free(max(sequence.tokens.end for sequence in sequences))
+    longest = max(sequence.tokens.end for sequence in sequences)
+    free = sys.maxsize if round_forward is None else round_forward.free(longest)
     limits = [min(sequence.draft_limit(), free) for sequence in sequences]
-    most = policy.begin(max(lengths), limits)
-    counts = [min(limit, most) for limit in limits]
+    max_drafts = policy.begin(max(lengths), limits)
+    counts = [min(limit, max_drafts) for limit in limits]
     drafting = [(sequence, count) for sequence, count in zip(sequences, counts) if count]
     requests = [sequence.draft_request(count, policy.sampler(sequence.sampler)) for sequence, count in drafting]
     drafting_began = now()
@@ -94,7 +95,7 @@ def run_round(batch: Batch) -> None:
 
     # Verify: one forward of the target over all anchors and drafts.
     texts = [sequence.tokens for sequence in sequences]
-    round_ = round_over(batch.target, batch.verification, texts, trees, slots)
+    round_ = round_over(batch.target, batch.verification, texts, trees, round_forward)
     verifying_began = now()
     with batch.interruptible(round_), batch.binding.capturing_forward(batch.capture, is_round=True):
         outputs = round_.forward(batch.kwargs())

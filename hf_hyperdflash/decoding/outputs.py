@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -73,7 +73,7 @@ class OutputRecorder:
         return {name: tuple(values) if values else None for name, values in self.steps.items()}
 
     def _attention_of(
-        self, weights: Many[torch.Tensor], round_: ChainRound, position: int, cache: RewindableCache | None
+        self, weights: Sequence[torch.Tensor], round_: ChainRound, position: int, cache: RewindableCache | None
     ) -> tuple[torch.Tensor, ...]:
         """Return what one token attended to, `[batch, heads, 1, keys]` of every attention layer, over the keys that
         plain decoding would have had at this token: in a sliding window those that had not left it."""
@@ -85,7 +85,7 @@ class OutputRecorder:
 
 
 def generate_output(
-    texts: Many[torch.Tensor], recorders: Many[OutputRecorder], cache: RewindableCache | None
+    texts: Sequence[torch.Tensor], recorders: Sequence[OutputRecorder], cache: RewindableCache | None
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """Return what `generate` returns: of several texts those that end early padded on the right, and no cache to go on
     with, as each has another length.
@@ -108,7 +108,7 @@ def generate_output(
     return GenerateDecoderOnlyOutput(ids, scores=_by_step(recorders, "scores"), logits=_by_step(recorders, "logits"))
 
 
-def _by_step(recorders: Many[OutputRecorder], name: str) -> Any:
+def _by_step(recorders: Sequence[OutputRecorder], name: str) -> Any:
     """Return tensors `[batch, config.vocab_size]`, one a step, from those of several sequences; zeros where one has
     ended."""
     values = [recorder.steps[name] for recorder in recorders]

@@ -1,6 +1,6 @@
 """One forward of the target over drafts, and what stays of it in the cache.
 
-Where attention masks say all, one forward serves chains and trees of one or several sequences (`SlotRound`). Of other
+Where attention masks say all, one forward serves chains and trees of one or several sequences (`BatchRound`). Of other
 targets there is one sequence: a chain in a forward as it is, a tree in a forward that the family's own cache layers
 know of (`MaskedRound`), or a copy of the sequence for each path (`ForkedRound`).
 
@@ -10,7 +10,7 @@ forward looks like.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from ..targets.attention_masks import attention_mask_for
 from ..targets.caches.name import CACHE
 from ..targets.caches.protocols import RewindableCache
-from ..targets.caches.slots import SlotForward, SlotLayer
+from ..targets.caches.round_cache import RoundForward, RoundLayer
 from ..targets.target import Target, TargetOutput, TreeVerification
 from ..trees.layout import TreeLayout
 from ..trees.tree import DraftTree
@@ -49,7 +49,7 @@ class ChainRound:
         trees: The drafts of each.
     """
 
-    def __init__(self, target: Target, texts: Many[TokenBuffer], trees: Many[DraftTree]) -> None:
+    def __init__(self, target: Target, texts: Sequence[TokenBuffer], trees: Sequence[DraftTree]) -> None:
         self.target, self.texts, self.trees = target, texts, trees
         self.starts = [text.end - 1 for text in texts]  # tokens before the anchor
         self.counts = [len(tree) + 1 for tree in trees]  # verification positions
@@ -83,7 +83,7 @@ class ChainRound:
         """Return those of a sequence, `[1, positions, config.vocab_size]`."""
         return outputs.logits[index : index + 1, -self.counts[index] :]
 
-    def choices(self, logits: Many[torch.Tensor]) -> list[Choices]:
+    def choices(self, logits: Sequence[torch.Tensor]) -> list[Choices]:
         """Return what decides a greedy round of each sequence, with one wait for the device.
 
         Args:
@@ -132,7 +132,7 @@ class ChainRound:
         """Return the places of the forward that a verification position sees, its own last."""
         return list(range(position + 1))
 
-    def layers_with_keys(self, cache: RewindableCache) -> Many[DynamicLayer | SlotLayer]:
+    def layers_with_keys(self, cache: RewindableCache) -> Sequence[DynamicLayer | RoundLayer]:
         """Return the cache layers that attention reads, as the forward left them."""
         return [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
 
@@ -140,7 +140,7 @@ class ChainRound:
 class MaskedRound(ChainRound):
     """A tree in one forward: true positions, and a mask by which each node sees its ancestors (SpecInfer)."""
 
-    def __init__(self, target: Target, texts: Many[TokenBuffer], trees: Many[DraftTree]) -> None:
+    def __init__(self, target: Target, texts: Sequence[TokenBuffer], trees: Sequence[DraftTree]) -> None:
         super().__init__(target, texts, trees)
         self.layout = TreeLayout(trees[0])
 
@@ -179,7 +179,7 @@ class MaskedRound(ChainRound):
         return self.layout.paths[position]
 
 
-class SlotRound(ChainRound):
+class BatchRound(ChainRound):
     """Chains or trees of one or several sequences in one forward. Compiled rounds of one width have the same shapes:
     what is beyond a tree's nodes is not looked at.
 
@@ -187,17 +187,19 @@ class SlotRound(ChainRound):
         target: The target.
         texts: The tokens of each sequence.
         trees: The drafts of each.
-        slots: The sequences' cache, and what runs the target over it.
+        round_forward: Runs the target over the sequences' cache.
     """
 
-    def __init__(self, target: Target, texts: Many[TokenBuffer], trees: Many[DraftTree], slots: SlotForward) -> None:
+    def __init__(
+        self, target: Target, texts: Sequence[TokenBuffer], trees: Sequence[DraftTree], round_forward: RoundForward
+    ) -> None:
         super().__init__(target, texts, trees)
-        self.slots, self.width = slots, slots.width_for(self.width, max(self.starts))
+        self.round_forward, self.width = round_forward, round_forward.width_for(self.width, max(self.starts))
         self.layouts = [None if tree.is_chain else TreeLayout(tree) for tree in trees]
         self._chosen: torch.Tensor | None = None
 
     def forward(self, kwargs: dict[str, object]) -> TargetOutput:
-        rows, size, device = self.slots.rows, self.slots.size, self.texts[0].ids.device
+        rows, size, device = self.round_forward.rows, self.round_forward.size, self.texts[0].ids.device
         tokens = [torch.cat([text.ids[0, -1:], tree.tokens.to(device)]) for text, tree in zip(self.texts, self.trees)]
         if [self.width] * size == self.counts:
             ids = tokens[0][None] if size == 1 else torch.stack(tokens)
@@ -205,7 +207,7 @@ class SlotRound(ChainRound):
             ids = tokens[0].new_zeros(size, self.width)
             for row, own in zip(rows, tokens):
                 ids[row, : len(own)] = own
-        depths, visible = self.slots.chains(self.width)
+        depths, visible = self.round_forward.chains(self.width)
         is_chain = not any(self.layouts)
         if not is_chain:
             depths, visible = depths.cpu().clone(), visible.cpu().clone()
@@ -217,28 +219,28 @@ class SlotRound(ChainRound):
         of_each = [text.positions(start, start + 1) for text, start in zip(self.texts, self.starts)]
         anchors = torch.cat(of_each, dim=-2)
         if size > len(rows):
-            anchors = anchors.new_zeros(*anchors.shape[:-2], size, 1).index_copy(-2, self.slots.index, anchors)
-        outputs, self._chosen = self.slots(ids, anchors, depths, visible, max(self.starts), is_chain, kwargs)
+            anchors = anchors.new_zeros(*anchors.shape[:-2], size, 1).index_copy(-2, self.round_forward.index, anchors)
+        outputs, self._chosen = self.round_forward(ids, anchors, depths, visible, max(self.starts), is_chain, kwargs)
         return outputs
 
-    def choices(self, logits: Many[torch.Tensor]) -> list[Choices]:
+    def choices(self, logits: Sequence[torch.Tensor]) -> list[Choices]:
         if self._chosen is None:
             return super().choices(logits)
         chosen = self._chosen.cpu().tolist()
-        of_each = zip((chosen[row] for row in self.slots.rows), self.counts)
+        of_each = zip((chosen[row] for row in self.round_forward.rows), self.counts)
         return [Choices(row[1:count], row[self.width : self.width + count]) for row, count in of_each]
 
     def logits(self, outputs: TargetOutput, index: int) -> torch.Tensor:
-        row = self.slots.rows[index]
+        row = self.round_forward.rows[index]
         return outputs.logits[row : row + 1, : self.counts[index]]
 
     def residual(self, captured: torch.Tensor, index: int, kept: list[int]) -> torch.Tensor:
-        own = captured[self.slots.rows[index], None]
+        own = captured[self.round_forward.rows[index], None]
         is_prefix = kept == list(range(len(kept)))
         return own[:, : len(kept)] if is_prefix else own[:, torch.tensor(kept, device=own.device)]
 
     def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
-        self.slots.accept(kept, self.width, any(self.layouts))
+        self.round_forward.accept(kept, self.width, any(self.layouts))
 
     def abort(self, cache: RewindableCache) -> None:
         """Do nothing: a round counts no token before it is accepted."""
@@ -247,15 +249,15 @@ class SlotRound(ChainRound):
         layout = self.layouts[0]
         return list(range(position + 1)) if layout is None else layout.paths[position]
 
-    def layers_with_keys(self, cache: RewindableCache) -> Many[SlotLayer]:
-        return self.slots.cache.layers
+    def layers_with_keys(self, cache: RewindableCache) -> Sequence[RoundLayer]:
+        return self.round_forward.cache.layers
 
 
 class ForkedRound(ChainRound):
     """A tree as a batch: a copy of the sequence for each path, each with the whole of what comes before. Right
     wherever a batch is, and slower than a mask, as what paths share is computed for each."""
 
-    def __init__(self, target: Target, texts: Many[TokenBuffer], trees: Many[DraftTree]) -> None:
+    def __init__(self, target: Target, texts: Sequence[TokenBuffer], trees: Sequence[DraftTree]) -> None:
         super().__init__(target, texts, trees)
         self.paths = [[0, *(node + 1 for node in path)] for path in trees[0].paths]
         self.length = max(map(len, self.paths))
@@ -313,9 +315,9 @@ def _repeated(value: object, times: int) -> object:
 def round_over(
     target: Target,
     verification: TreeVerification,
-    texts: Many[TokenBuffer],
-    trees: Many[DraftTree],
-    slots: SlotForward | None,
+    texts: Sequence[TokenBuffer],
+    trees: Sequence[DraftTree],
+    round_forward: RoundForward | None,
 ) -> ChainRound:
     """Return the round that verifies the trees of a batch.
 
@@ -324,13 +326,13 @@ def round_over(
         verification: How it verifies a tree of the only sequence.
         texts: The tokens of each sequence.
         trees: The drafts of each.
-        slots: The sequences' cache, where it is one of the loop's own, and what runs the target over it.
+        round_forward: Runs the target over the sequences' cache of rounds; `None` where they have none.
 
     Raises:
         ValueError: If one has several paths, and the target verifies none but chains.
     """
-    if slots is not None:
-        return SlotRound(target, texts, trees, slots)
+    if round_forward is not None:
+        return BatchRound(target, texts, trees, round_forward)
     if trees[0].is_chain:
         return ChainRound(target, texts, trees)
     if verification == "chain":

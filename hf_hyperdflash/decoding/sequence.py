@@ -6,7 +6,6 @@ import copy
 import logging
 import weakref
 from collections.abc import Iterator
-from collections.abc import Sequence as Many
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -74,7 +73,7 @@ class Sequence:
         observer = drafter.observer
         self.observer = None if observer is None else observer.begin(target.model, self.sampler.do_sample)
         wanted = None if self.observer is None else self.observer.target_layer_ids
-        self.layer_ids: Many[int] = request.pair.facts.layer_ids if wanted is None else wanted
+        self.layer_ids = list(request.pair.facts.layer_ids if wanted is None else wanted)
         self.is_greedy = not (config.do_sample or len(row.processors) or config.return_dict_in_generate)
         called = [*row.processors, *row.criteria]
         self.can_use_inference_mode = request.can_use_inference_mode(self.observer, called)
@@ -106,7 +105,7 @@ class Sequence:
         limit = min(self.num_drafts, self.sampler.tree_budget or self.num_drafts)
         if self.target.rope_switch is not None:
             seen = 1 + int(self.tokens.text_positions(self.tokens.end - 1, self.tokens.end))
-            limit = int(min(limit, self.target.rope_switch.most_drafts(seen)))
+            limit = int(min(limit, self.target.rope_switch.max_drafts(seen)))
         return max(0, min(limit, self.config.max_length - self.tokens.length - 1))
 
     def draft_request(self, count: int, sampler: DraftSampler) -> DraftRequest:
@@ -277,7 +276,7 @@ class Stopping:
             if not is_known:
                 self._others.append(criterion)
 
-    def __call__(self, token: int, text: TokenBuffer, scores: Many[torch.Tensor]) -> bool:
+    def __call__(self, token: int, text: TokenBuffer, scores: list[torch.Tensor]) -> bool:
         """Return whether a text, which ends in `token`, is finished."""
         is_over = bool(self._others(text.ids, tuple(scores) or None).all()) if self._others else False
         return is_over or token in self._ends or text.length >= self._max_length

@@ -139,13 +139,13 @@ class Drafter:
         tokens that [`extend`] has added."""
         return EmptyContext()
 
-    def fixed_contexts(
+    def compiled_contexts(
         self,
         target: Target,
         contexts: Sequence[Any],
-        room: int,
-        most_new: int,
-        most_drafts: int,
+        max_tokens: int,
+        max_new: int,
+        max_drafts: int,
         compiled: CompiledForwards,
     ) -> Sequence[DraftContext]:
         """Let passes over a batch's contexts run compiled until their `compiled` is `None`. Return these contexts;
@@ -154,9 +154,9 @@ class Drafter:
         Args:
             target: The target.
             contexts: Of each text, after the prompt.
-            room: The most tokens that a text may have.
-            most_new: The most tokens that a round adds to it.
-            most_drafts: The most nodes of a round's tree, or drafts of its chain.
+            max_tokens: The most tokens that a text may have.
+            max_new: The most tokens that a round adds to it.
+            max_drafts: The most nodes of a round's tree, or drafts of its chain.
             compiled: Calls functions compiled, `compiled(function, *arguments)`.
         """
         return []
@@ -284,10 +284,10 @@ class Drafter:
         Raises:
             ValueError: If not.
         """
-        most, is_count = self.max_draft_tokens, type(value) is int
-        if value == AUTO or (is_count and 1 <= cast(int, value) <= (most or cast(int, value))):
+        maximum, is_count = self.max_draft_tokens, type(value) is int
+        if value == AUTO or (is_count and 1 <= cast(int, value) <= (maximum or cast(int, value))):
             return value
-        numbers = f"from 1 to {most}" if most else "of at least 1"
+        numbers = f"from 1 to {maximum}" if maximum else "of at least 1"
         advice = self._about_drafts if is_count and cast(int, value) > 0 else ""
         if is_count and value == 0:
             advice = " Leave `assistant_model` out for plain generation."

@@ -21,7 +21,7 @@ from .saved import SavedDrafter
 from .weights import check_draft_ids, named_dtype
 
 logger = logging.getLogger(__name__)
-Own = TypeVar("Own", bound="ReadingDrafter")
+Own = TypeVar("Own", bound="HiddenStateDrafter")
 
 _STATES_AT_ONCE = 64  # whose logits of the whole vocabulary are in memory
 _MOST_EXCESS, _HALVINGS = 1.0, 24  # nats above a uniform guess, and how often the norm is halved
@@ -30,7 +30,7 @@ _MOST_EXCESS, _HALVINGS = 1.0, 24  # nats above a uniform guess, and how often t
 _said: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
-class ReadingDrafter(SavedDrafter):
+class HiddenStateDrafter(SavedDrafter):
     """The base of block drafters and drafters of entries: it has `config.target_layer_ids`, `config.max_draft_tokens`
     and a vocabulary that may be truncated (`config.draft_vocab_size`, `draft_ids`)."""
 

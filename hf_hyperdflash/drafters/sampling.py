@@ -19,8 +19,8 @@ from transformers.generation import logits_process as stock
 from ..trees.acceptance import sample_index
 from ..trees.growth import (
     Admission,
-    AskedDrafts,
     DraftStep,
+    GraphPlan,
     GrownChains,
     GrownNodes,
     Scored,
@@ -176,7 +176,7 @@ class DraftSampler:
             scores.append(self.scored_after(ids, drafts, logits[node + 1 : node + 2].clone()))
         return torch.cat(scores)
 
-    def blind(self, ids: torch.Tensor, logits: torch.Tensor) -> DraftTree:
+    def draft_independent(self, ids: torch.Tensor, logits: torch.Tensor) -> DraftTree:
         """Draft from logits that do not depend on the drafts: all at once, where the request does not ask for more.
 
         Args:
@@ -190,14 +190,14 @@ class DraftSampler:
         if not (self.do_sample or len(self.processors) or self.chain_admission):
             return DraftTree.chain(logits.argmax(-1)[0])
         scores = self.scored(ids.expand(logits.shape[1], -1), logits[0])
-        scores = scores if self.chain_admission is None else scores[: self.admitted(signals_of(scores))]
+        scores = scores if self.chain_admission is None else scores[: self.admitted(top1_probabilities(scores))]
         if not self.do_sample:
             return DraftTree.chain(scores.argmax(-1))
         q = scores.softmax(-1)
         return DraftTree.chain(sample_index(q).squeeze(1), q.unbind())
 
     def admitted(self, signals: list[float]) -> int:
-        """Return how many drafts of a chain with these signals ([`signals_of`]) are admitted: the first ones."""
+        """Return how many drafts of a chain with these signals ([`top1_probabilities`]) are admitted."""
         admission = cast(ChainAdmission, self.chain_admission)
         ends = (k for k, signal in enumerate(signals) if not (admission.is_open() and admission.admits(signal)))
         return next(ends, len(signals))
@@ -213,7 +213,7 @@ class DraftSampler:
             width: Of a tree of most probable nodes, how many of a level go on at most, and how many children each
                 has; `None` for as many as are worth it.
         """
-        return drafts_in_step([DraftRequest(None, ids, ids, count, self)], steps, width)[0]
+        return draft_batch([DraftRequest(None, ids, ids, count, self)], steps, width)[0]
 
 
 class Context(Protocol):
@@ -245,20 +245,20 @@ class DraftRequest(NamedTuple):
     sampler: DraftSampler
 
 
-def drafts_in_step(requests: Sequence[DraftRequest], steps: Steps, width: int | None = None) -> list[DraftTree]:
+def draft_batch(requests: Sequence[DraftRequest], steps: Steps, width: int | None = None) -> list[DraftTree]:
     """Draft chains or trees of several texts, as they ask for, from logits that know the drafts before: each pass of
     the drafter serves all texts.
 
     Args:
-        requests: One for each text, of one kind ([`share_passes`]).
+        requests: One for each text, of one kind ([`can_draft_together`]).
         steps: The drafter.
         width: As for [`DraftSampler.grow`].
     """
     is_tree = requests[0].sampler.tree_budget is not None and any(each.num_drafts for each in requests)
-    return trees_in_step(requests, steps, width) if is_tree else chains_in_step(requests, steps)
+    return draft_trees(requests, steps, width) if is_tree else draft_chains(requests, steps)
 
 
-def share_passes(requests: Sequence[DraftRequest]) -> bool:
+def can_draft_together(requests: Sequence[DraftRequest]) -> bool:
     """Return whether the drafts of several texts can be made in step: they are of one kind, and nobody admits the
     drafts of a chain one by one. Those of one text can in any case."""
     if len(requests) == 1:
@@ -269,24 +269,22 @@ def share_passes(requests: Sequence[DraftRequest]) -> bool:
     return kinds == {(first.do_sample, first.tree_budget, True)} and are_admitted_alike
 
 
-def asked_of_a_graph(
-    requests: Sequence[DraftRequest], device: torch.device, is_launch_bound: bool
-) -> AskedDrafts | None:
+def graph_plan(requests: Sequence[DraftRequest], device: torch.device, on_accelerator: bool) -> GraphPlan | None:
     """Return what a graph is to draft for several texts: the most probable chains or trees. `None` for drafts that it
     cannot make, or that would outlast its next run.
 
     Args:
         requests: One for each text.
         device: The drafter's.
-        is_launch_bound: Whether it costs little to draft more than is admitted.
+        on_accelerator: Whether it costs little to draft more than is admitted.
     """
     first = requests[0].sampler
     admits_all = first.chain_admission is None and first.node_admission is None
     is_greedy = not first.do_sample and not any(len(each.sampler.processors) for each in requests)
-    if not (is_greedy and (admits_all or is_launch_bound) and share_passes(requests)) or are_trees_kept():
+    if not (is_greedy and (admits_all or on_accelerator) and can_draft_together(requests)) or are_trees_kept():
         return None
     numbers = None if first.node_admission is None else first.node_admission.numbers(device)
-    return AskedDrafts(first.tree_budget, numbers, first.chain_admission is not None)
+    return GraphPlan(first.tree_budget, numbers, first.chain_admission is not None)
 
 
 def drafts_of(
@@ -312,19 +310,19 @@ def drafts_of(
     return chains
 
 
-def trees_in_step(requests: Sequence[DraftRequest], steps: Steps, width: int | None = None) -> list[DraftTree]:
+def draft_trees(requests: Sequence[DraftRequest], steps: Steps, width: int | None = None) -> list[DraftTree]:
     """Draft trees of several texts that share `do_sample`, `tree_budget` and `node_admission`, one level of all at a
-    time; arguments as for [`drafts_in_step`]."""
+    time; arguments as for [`draft_batch`]."""
     sampler, budget = requests[0].sampler, cast(int, requests[0].sampler.tree_budget)
     anchors, counts = torch.cat([each.ids[:, -1] for each in requests]), [each.num_drafts for each in requests]
-    scored = scored_in_step(requests)
+    scored = score_batch(requests)
     if sampler.do_sample:
         return drawn(anchors, counts, budget, steps, scored, sampler.node_admission)
     going_on = width or width_for(budget)
     return most_probable(anchors, counts, budget, steps, scored, going_on, width, sampler.node_admission)
 
 
-def chains_in_step(requests: Sequence[DraftRequest], steps: Steps) -> list[DraftTree]:
+def draft_chains(requests: Sequence[DraftRequest], steps: Steps) -> list[DraftTree]:
     """Draft chains of several texts from logits that know the drafts before, one draft of all at a time.
 
     Args:
@@ -333,7 +331,7 @@ def chains_in_step(requests: Sequence[DraftRequest], steps: Steps) -> list[Draft
     """
     tokens = torch.cat([each.ids[:, -1] for each in requests])
     drafts, rows = tokens.new_empty(len(requests), 0), torch.arange(len(requests), device=tokens.device)
-    first, scored, each_one = requests[0].sampler, scored_in_step(requests), [1] * len(requests)
+    first, scored, each_one = requests[0].sampler, score_batch(requests), [1] * len(requests)
     drawn_from: list[torch.Tensor] = []
     confidence: list[torch.Tensor] = []
     for k in range(max(each.num_drafts for each in requests)):
@@ -341,7 +339,7 @@ def chains_in_step(requests: Sequence[DraftRequest], steps: Steps) -> list[Draft
             break
         step = scored(drafts, steps(k, tokens, rows), each_one)
         # By what is known before the token is drawn: afterwards it would be chosen by what it is.
-        if first.chain_admission is not None and not first.chain_admission.admits(signals_of(step.logits)[0]):
+        if first.chain_admission is not None and not first.chain_admission.admits(top1_probabilities(step.logits)[0]):
             break
         tokens, q = draw(step, first.do_sample)
         drawn_from += [] if q is None else [q]
@@ -372,7 +370,7 @@ def draw(step: DraftStep, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor |
     return step.token_ids(sample_index(q).squeeze(1)), step.over_all_tokens(q)
 
 
-def scored_in_step(requests: Sequence[DraftRequest]) -> Scored:
+def score_batch(requests: Sequence[DraftRequest]) -> Scored:
     """Return what scores the drafts of several texts, as [`DraftSampler.scored_after`] does: at once where the texts'
     processors do the same to all of them."""
     first = requests[0].sampler
@@ -400,7 +398,7 @@ def _is_same(one: LogitsProcessor, other: LogitsProcessor) -> bool:
     )
 
 
-def signals_of(scores: torch.Tensor) -> list[float]:
+def top1_probabilities(scores: torch.Tensor) -> list[float]:
     """Return what tells most of whether the target accepts what is drawn by `scores`, `[drafts, config.vocab_size]`:
     how probable the best token is (`experiments/compare_survival.py`; more than a confidence head, above all of greedy
     text)."""

@@ -44,7 +44,7 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
         return load_complete(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
     @property
-    def _is_launch_bound(self) -> bool:
+    def _on_accelerator(self) -> bool:
         """Whether a pass takes as long over some more drafts, which nobody asked for: not on a CPU."""
         return self.device.type != "cpu"
 

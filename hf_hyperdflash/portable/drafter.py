@@ -81,12 +81,12 @@ class PortableDrafter(PreTrainedModel):
 
     def check_target(self, target: Target) -> None:
         """Raise a `ValueError` that names both values if the drafter was made for another kind of target."""
-        own, config, most = target.config, self.config, max(self.layers_read(target), default=0)
+        own, config, last = target.config, self.config, max(self.layers_read(target), default=0)
         any_streams = getattr(config, "any_streams", False) or not hasattr(config, "target_hc_mult")
         facts = [
             ("hidden_size", getattr(config, "target_hidden_size", config.hidden_size), own.hidden_size),
             ("hc_mult", target.streams if any_streams else config.target_hc_mult, target.streams),
-            ("num_hidden_layers", max(most + 1, len(target.layers)), len(target.layers)),
+            ("num_hidden_layers", max(last + 1, len(target.layers)), len(target.layers)),
         ]
         if config.vocab_size != own.vocab_size:  # a fine-tuned one may have more
             facts.append(("vocab_size", max(config.vocab_size, own.vocab_size), own.vocab_size))
@@ -133,22 +133,22 @@ class PortableDrafter(PreTrainedModel):
                 bound.default = None if bound.default is self else bound.default
                 bound.release_if_unused()
 
-    def checked_count(self, asked: Any, configured: Any) -> int:
+    def checked_count(self, count: Any, configured: Any) -> int:
         """Return how many tokens to draft a round.
 
         Args:
-            asked: `num_assistant_tokens` of a call.
+            count: `num_assistant_tokens` of a call.
             configured: That of a generation configuration, in which transformers' default may stand.
         """
-        most = self.max_draft_tokens
-        if "auto" in (asked, configured):
+        maximum = self.max_draft_tokens
+        if "auto" in (count, configured):
             raise ValueError(f"`num_assistant_tokens` is 'auto': for as many drafts as save time {INSTALL}.")
-        if asked is None:
-            return min(configured or most or self.usual_drafts, most or 2**16)
-        if type(asked) is not int or not 1 <= asked <= (most or asked):
-            numbers = f"from 1 to {most}" if most else "of at least 1"
-            raise ValueError(f"This drafter cannot draft {asked!r} tokens a round: expected a whole number {numbers}.")
-        return asked
+        if count is None:
+            return min(configured or maximum or self.usual_drafts, maximum or 2**16)
+        if type(count) is not int or not 1 <= count <= (maximum or count):
+            numbers = f"from 1 to {maximum}" if maximum else "of at least 1"
+            raise ValueError(f"This drafter cannot draft {count!r} tokens a round: expected a whole number {numbers}.")
+        return count
 
     def _supports_logits_to_keep(self) -> bool:
         """Raise an error: a target that is not bound asks this of an assistant."""

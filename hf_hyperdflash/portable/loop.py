@@ -163,13 +163,13 @@ def speculative_decoding(
 
         # Draft what fits.
         start = text.end - 1
-        room = min(num_drafts, config.max_length - text.ids.shape[1] - 1)
+        draft_limit = min(num_drafts, config.max_length - text.ids.shape[1] - 1)
         if switch is not None:
-            room = min(room, switch.most_drafts(1 + int(text.text_positions(start, text.end))))
+            draft_limit = min(draft_limit, switch.max_drafts(1 + int(text.text_positions(start, text.end))))
         drafts = Drafts(text.ids, logits_processor, do_sample)
-        if room > 0:
+        if draft_limit > 0:
             anchor, position = text.unpadded[:, -1:], text.text_positions(start, text.end)
-            drafter.draft(target, context, anchor, position, int(room), drafts)
+            drafter.draft(target, context, anchor, position, int(draft_limit), drafts)
 
         # Verify: one forward over the anchor and the drafts.
         width = 1 + drafts.count
@@ -309,8 +309,8 @@ class BoundGenerate:
         kind = setting("cache_implementation")
         if kind not in (None, "dynamic", "offloaded"):
             raise ValueError(f"`cache_implementation` is {kind!r}: for other caches than dynamic ones {INSTALL}.")
-        asked = kwargs.pop("num_assistant_tokens", None), getattr(given, "num_assistant_tokens", None)
-        count = drafter.checked_count(*asked)
+        requested = kwargs.pop("num_assistant_tokens", None), getattr(given, "num_assistant_tokens", None)
+        count = drafter.checked_count(*requested)
         own = {"drafter": drafter, "target": self.target, "num_drafts": count, "text_streamer": kwargs.get("streamer")}
         kwargs = {name: value for name, value in kwargs.items() if name not in ("assistant_model", "tree_budget")}
         # transformers gives a custom function no tokenizer, so that stop strings become a criterion here.

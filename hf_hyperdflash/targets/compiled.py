@@ -12,14 +12,14 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from .fused import copy_function
 
-LEAST_VIEW = 2048  # slots that a compiled round reads; for a longer text twice as many, and so on
+MIN_ATTENDED = 2048  # columns that a compiled round reads; for a longer text twice as many, and so on
 _SLOW_CALLS = 3  # of a compiled function: CUDA graphs warm up in the first one and are recorded in the next
 Result = TypeVar("Result")
 
 
-def view_for(tokens: int) -> int:
-    """Return how many slots a compiled round reads that needs so many: one of a few numbers."""
-    count = LEAST_VIEW
+def attended_for(tokens: int) -> int:
+    """Return how many columns a compiled round reads that needs so many: one of a few numbers."""
+    count = MIN_ATTENDED
     while count < tokens:
         count *= 2
     return count

@@ -22,7 +22,7 @@ class RopeSwitch(NamedTuple):
     length: int
     is_at_every_token: bool  # whether they change with every token from there on, or only once
 
-    def most_drafts(self, seen: int) -> float:
+    def max_drafts(self, seen: int) -> float:
         """Return how deep the drafts of a round may go after `seen` tokens, the anchor included."""
         if seen <= self.length:
             return self.length - seen
@@ -39,13 +39,13 @@ def rope_switch_of(config: PreTrainedConfig) -> RopeSwitch | None:
     return RopeSwitch(min(lengths), is_at_every_token=False) if lengths else None
 
 
-def check_restart(config: PreTrainedConfig, length: int, most: int, padding: int) -> None:
+def check_restart(config: PreTrainedConfig, length: int, max_length: int, padding: int) -> None:
     """Raise a `ValueError` if a target starts its cache anew while a text grows from `length` to `most` tokens. The
     target does not see the first `padding` of them."""
     at = getattr(config, "original_max_position_embeddings", None)
-    if config.model_type in _RESTARTING and at is not None and length - padding <= at < most - padding:
+    if config.model_type in _RESTARTING and at is not None and length - padding <= at < max_length - padding:
         raise ValueError(
             f"A {config.model_type} target starts its cache anew at {at + 1} tokens, where no draft can be taken "
-            f"back: expected a text that ends before, and one of {length - padding} may have {most - padding}. Set "
-            f"`max_length={at + padding}`, or leave `assistant_model` out."
+            f"back: expected a text that ends before, and one of {length - padding} may have {max_length - padding}. "
+            f"Set `max_length={at + padding}`, or leave `assistant_model` out."
         )

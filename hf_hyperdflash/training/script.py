@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from ..drafters.blocks.drafter import BlockDrafter
 from ..drafters.configuration import DrafterConfig
 from ..drafters.parts.heads import HEADS
-from ..drafters.reading import ReadingDrafter
+from ..drafters.reading import HiddenStateDrafter
 from ..drafters.saved import SavedDrafter
 from ..hub import loading
 from ..hub.kinds import KINDS, TRAINED, DrafterKind
@@ -128,7 +128,7 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     if getattr(drafter.config, "target_name_or_path", None) == "":  # other programs' files mostly do not say
         drafter.config.target_name_or_path = checkpoints.public_name(script.target)
     if script.draft_vocab_size is not None:
-        if not (script.draft_vocab_size and isinstance(drafter, ReadingDrafter)):
+        if not (script.draft_vocab_size and isinstance(drafter, HiddenStateDrafter)):
             raise ValueError(
                 f"`--draft_vocab_size {script.draft_vocab_size}` is not for `--drafter {script.drafter}`, a "
                 f"{type(drafter).__name__}: leave it out."
@@ -177,10 +177,10 @@ def _choose_vocabulary(
     how: dict[str, Any] = {"max_length": length, "vocab_size": own.vocab_size, "end_ids": end_ids_of(target)}
     tokenized, held = (prepare_dataset(rows, tokenizer, **how) for rows in (train, held_out))
     counts = [count_tokens(rows, own.vocab_size) for rows in (tokenized, held)]
-    most_first = counts[0].sort(descending=True, stable=True)
-    covering = int((most_first.values.cumsum(0) < _COVERAGE * int(counts[0].sum())).sum()) + 1
+    by_count = counts[0].sort(descending=True, stable=True)
+    covering = int((by_count.values.cumsum(0) < _COVERAGE * int(counts[0].sum())).sum()) + 1
     script.draft_vocab_size = size = min(covering, own.vocab_size)
-    drafted = most_first.indices[:size]
+    drafted = by_count.indices[:size]
     in_answers, in_held_out = (f"{100 * float(each[drafted].sum() / each.sum()):.1f} %" for each in counts)
     _print_status(
         args,

@@ -503,7 +503,7 @@ class HyperDFlashTrainer(Trainer):
         drafter, whose default is the first tokens, are at first scored as the target scores them.
 
         A drafter that has been trained drafts `size` tokens from now on, and keeps what it has learned of those that
-        it drafts already ([`~drafters.reading.ReadingDrafter.draft_others`])."""
+        it drafts already ([`~drafters.reading.HiddenStateDrafter.draft_others`])."""
         count = size or self.drafter_config.draft_vocab_size
         if not count or not hasattr(self._train_rows, "__len__"):
             raise ValueError(
@@ -511,9 +511,9 @@ class HyperDFlashTrainer(Trainer):
                 "at least 1 and a dataset of known length, whose tokens are counted."
             )
         counts = count_tokens(self._train_rows, self.drafter_config.vocab_size)
-        most_first = counts.sort(descending=True, stable=True).indices  # of equally frequent ones the first
+        by_count = counts.sort(descending=True, stable=True).indices  # of equally frequent ones the first
         drafter: Any = self.model
-        (drafter.draft_others if size else drafter.draft_only)(self.objective.target, most_first[:count].sort().values)
+        (drafter.draft_others if size else drafter.draft_only)(self.objective.target, by_count[:count].sort().values)
 
     def leave_group(self) -> None:
         """Leave the process group of the training. Call it last, before the process ends: else the threads of torch's

@@ -43,21 +43,21 @@ class Admission(NamedTuple):
 
     Attributes:
         survival: Predicts how often nodes are accepted.
-        least: The lowest probability of acceptance with which a node is admitted.
+        min_probability: The lowest probability of acceptance with which a node is admitted.
     """
 
     survival: NodeModel
-    least: float
+    min_probability: float
 
     @property
-    def log_least(self) -> float:
-        """The logarithm of `least`."""
-        return math.log(self.least) if self.least else -math.inf
+    def log_min_probability(self) -> float:
+        """The logarithm of `min_probability`."""
+        return math.log(self.min_probability) if self.min_probability else -math.inf
 
     def numbers(self, device: torch.device) -> torch.Tensor:
-        """Return slope and intercept of `survival` and `log_least`, `[3]`: for a graph, in which they are new every
+        """Return slope and intercept of `survival`, and `log_min_probability`, `[3]`: inputs of a graph, new in every
         round."""
-        return torch.tensor([*self.survival.line, self.log_least], device=device)
+        return torch.tensor([*self.survival.line, self.log_min_probability], device=device)
 
 
 class DraftVocabulary(NamedTuple):
@@ -208,7 +208,7 @@ def grow_best(
         admission: The numbers of an [`Admission`]; `None` to admit all nodes.
     """
     width, children, depth = min(width or budget, budget), min(children or budget, budget), min(depth, budget)
-    least = -math.inf if admission is None else admission[2]
+    min_probability = -math.inf if admission is None else admission[2]
     # Of all nodes so far, `[batch, nodes]`; what only fills up has minus infinity for a value.
     tokens = parents = anchors.new_empty(len(anchors), 0)
     values = signals = torch.empty(len(anchors), 0, device=anchors.device)
@@ -237,12 +237,12 @@ def grow_best(
         if k + 1 == depth:
             break
         among = values.sort(descending=True, stable=True).indices[:, :budget]
-        is_open = (among >= start) & (values.gather(1, among) > least) & (depths > k + 1)
+        is_open = (among >= start) & (values.gather(1, among) > min_probability) & (depths > k + 1)
         # Of `budget` nodes k are ancestors of each, and for a child of the last one there is no place.
-        most = min(width, budget - k - 1)
-        is_open &= is_open.cumsum(1) <= most
+        largest = min(width, budget - k - 1)
+        is_open &= is_open.cumsum(1) <= largest
         numbers = padding.numbers
-        open_counts = is_open.sum(1).tolist() if scored is not None else [min(most, among.shape[1])] * len(anchors)
+        open_counts = is_open.sum(1).tolist() if scored is not None else [min(largest, among.shape[1])] * len(anchors)
         padding = Padding(open_counts, anchors.device)
         if not padding.width:
             break
@@ -256,7 +256,7 @@ def grow_best(
     # The best ones, in the order of their making.
     kept = values.sort(descending=True, stable=True).indices[:, :budget]
     made = values.shape[1]
-    kept = kept.where(values.gather(1, kept) > least, made).sort().values
+    kept = kept.where(values.gather(1, kept) > min_probability, made).sort().values
     nodes = kept.clamp(max=made - 1)
     own = torch.stack([kept.where(kept < made, ANCHOR), parents.gather(1, nodes)])
     return GrownNodes(tokens.gather(1, nodes), own, None if admission is None else signals.gather(1, nodes).exp())
@@ -269,7 +269,7 @@ def log_chances(log_p: torch.Tensor, line: torch.Tensor) -> torch.Tensor:
     return nn.functional.logsigmoid(line[0] * (log_p - torch.log1p(-log_p.exp())) + line[1])
 
 
-class AskedDrafts(NamedTuple):
+class GraphPlan(NamedTuple):
     """What a graph is to draft.
 
     Attributes:
@@ -284,7 +284,7 @@ class AskedDrafts(NamedTuple):
 
 
 def grow_in_graph(
-    asked: AskedDrafts,
+    plan: GraphPlan,
     anchors: torch.Tensor,
     counts: torch.Tensor,
     depth: int,
@@ -294,7 +294,7 @@ def grow_in_graph(
     """Draft the most probable chain of each text, or the tree of its most probable nodes, inside a graph.
 
     Args:
-        asked: Which of them.
+        plan: Which of them.
         anchors: The last token of each text, `[batch]`.
         counts: The greatest depth of each tree, `[batch]`.
         depth: The number of drafts of chains, and the greatest depth of any tree.
@@ -302,9 +302,9 @@ def grow_in_graph(
         width: Of a tree, how many nodes of a level go on at most, and how many children each has; `None` for as many
             as are worth it.
     """
-    if asked.tree_budget is not None:
-        going_on = width or width_for(asked.tree_budget)
-        return grow_best(anchors, counts, depth, asked.tree_budget, steps, None, going_on, width, asked.admission)
+    if plan.tree_budget is not None:
+        going_on = width or width_for(plan.tree_budget)
+        return grow_best(anchors, counts, depth, plan.tree_budget, steps, None, going_on, width, plan.admission)
     tokens, rows = [anchors], torch.arange(len(anchors), device=anchors.device)
     confidence: list[torch.Tensor] = []
     signals: list[torch.Tensor] = []
@@ -312,7 +312,7 @@ def grow_in_graph(
         step = steps(k, tokens[-1], rows)
         tokens.append(step.token_ids(step.logits.argmax(-1)))
         confidence += [] if step.confidence is None else [step.confidence]
-        signals += [best_chances(step.logits)] if asked.has_signals else []
+        signals += [best_chances(step.logits)] if plan.has_signals else []
     of_all = (torch.stack(each, dim=1) if each else None for each in (confidence, signals))
     return GrownChains(torch.stack(tokens[1:], dim=1), *of_all)
 
@@ -360,27 +360,30 @@ def drawn(
             signals = distributions.amax(-1).tolist()
         else:
             signals = [ACCEPTED[0]] * len(level) if step.confidence is None else step.confidence.tolist()
-        slots, first = [], 0
+        candidates, first = [], 0
         for tree in trees:
             own = signals[first : first + len(tree.places)]
-            slots.append([(first + row, row, rank, value) for row, rank, value in tree.slots(k, own)])
+            candidates.append([(first + row, row, rank, value) for row, rank, value in tree.candidates(k, own)])
             first += len(own)
-        if not any(slots):
+        if not any(candidates):
             break
-        most = min(max(rank for own in slots for _, _, rank, _ in own) + 1, distributions.shape[-1])
-        draws = sample_siblings(distributions, most)
+        largest = min(max(rank for own in candidates for _, _, rank, _ in own) + 1, distributions.shape[-1])
+        draws = sample_siblings(distributions, largest)
         are_there = draws.are_there.tolist()
-        slots = [[slot for slot in own if slot[2] < most and are_there[slot[0]][slot[2]]] for own in slots]
-        if not any(slots):  # nothing is drawn from what is no number
+        candidates = [
+            [candidate for candidate in own if candidate[2] < largest and are_there[candidate[0]][candidate[2]]]
+            for own in candidates
+        ]
+        if not any(candidates):  # nothing is drawn from what is no number
             break
-        drawn_rows, ranks = zip(*((row, rank) for own in slots for row, _, rank, _ in own))
+        drawn_rows, ranks = zip(*((row, rank) for own in candidates for row, _, rank, _ in own))
         rows = torch.tensor(drawn_rows, device=anchors.device)
         level = step.token_ids(draws.indices[rows, torch.tensor(ranks, device=anchors.device)])
         q = _drawn_from(step, draws.weights, drawn_rows, ranks)
-        for tree, own, own_tokens in zip(trees, slots, level.split([len(own) for own in slots])):
-            tree.add([slot[1:] for slot in own], own_tokens, [next(q) for _ in own])
+        for tree, own, own_tokens in zip(trees, candidates, level.split([len(own) for own in candidates])):
+            tree.add([candidate[1:] for candidate in own], own_tokens, [next(q) for _ in own])
         paths = torch.cat([paths[rows], level[:, None]], dim=1)
-        going_on = [bool(tree.places) for tree, own in zip(trees, slots) for _ in own]
+        going_on = [bool(tree.places) for tree, own in zip(trees, candidates) for _ in own]
         if not any(going_on):
             break
         if not all(going_on):
@@ -420,7 +423,7 @@ class _DrawnTree:
         self.signals: list[float] = []
         self._level_signals: list[float] = []
 
-    def slots(self, k: int, signals: list[float]) -> list[tuple[int, int, float]]:
+    def candidates(self, k: int, signals: list[float]) -> list[tuple[int, int, float]]:
         """Return the children to draw for the last level's nodes: the place there, the rank among its siblings, and
         the probability that it is accepted.
 
@@ -431,26 +434,26 @@ class _DrawnTree:
         admission, self._level_signals = self.admission, signals
         width = self.sizes[k] if k < len(self.sizes) else 0
         chances = signals if admission is None else [admission.survival(signal) for signal in signals]
-        least = -1.0 if admission is None else admission.least
-        slots = [
+        min_probability = -1.0 if admission is None else admission.min_probability
+        candidates = [
             (row, rank, value * hit)
             for row, (value, chance) in enumerate(zip(self.values, chances))
             for rank, hit in enumerate(hits_of(chance, width))
-            if value * hit > least
+            if value * hit > min_probability
         ]
         # Of equals the earlier sibling: no child without those before it.
-        return sorted(heapq.nlargest(width, slots, key=lambda slot: (slot[2], -slot[1])))
+        return sorted(heapq.nlargest(width, candidates, key=lambda candidate: (candidate[2], -candidate[1])))
 
-    def add(self, slots: list[tuple[int, int, float]], tokens: torch.Tensor, q: list[torch.Tensor]) -> None:
+    def add(self, candidates: list[tuple[int, int, float]], tokens: torch.Tensor, q: list[torch.Tensor]) -> None:
         """Add what was drawn for some of its slots as the next level."""
         start = len(self.parents)
         self.tokens.append(tokens)
-        self.parents += [self.places[row] for row, _, _ in slots]
-        self.signals += [self._level_signals[row] for row, _, _ in slots]
+        self.parents += [self.places[row] for row, _, _ in candidates]
+        self.signals += [self._level_signals[row] for row, _, _ in candidates]
         self.q += q
         goes_on = len(self.tokens) < len(self.sizes)
         self.places = list(range(start, len(self.parents))) if goes_on else []
-        self.values = [value for _, _, value in slots] if goes_on else []
+        self.values = [value for _, _, value in candidates] if goes_on else []
 
     def tree(self, like: torch.Tensor) -> DraftTree:
         """Return the tree, of tokens like `like`."""

@@ -84,7 +84,7 @@ def run(world: World, policy: Any, rounds: int, draw: random.Random, texts: int 
         count, drafts = policy.begin(100, [world.room] * texts), 0
         sampler = policy.sampler(GREEDY) if count else GREEDY
         if sampler.tree_budget is not None:
-            survivals = world.survivals(sampler.node_admission.least, sampler.tree_budget)
+            survivals = world.survivals(sampler.node_admission.min_probability, sampler.tree_budget)
             drafts, gain = len(survivals), sum(survivals)
             accepted = [min(drafts, int(gain) + (draw.random() < gain % 1))]
             took, trees = world.start + drafts * world.of_node, trees + 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_hyperdflash import PromptLookupDrafter, bind
-from hf_hyperdflash.targets.caches import slots
+from hf_hyperdflash.targets.caches import round_cache
 
 from ..conftest import prompt
 from ..helpers.families import made
@@ -16,7 +16,7 @@ from ..helpers.live_memory import LiveMemory
 def test_a_cache_that_grows_holds_no_text_twice(rows, monkeypatch):
     target = bind(made("qwen3", intermediate_size=48, num_hidden_layers=16, num_key_value_heads=2).eval())
     drafter, config = PromptLookupDrafter(target), target.config
-    monkeypatch.setattr(slots, "_GROWTH", 4)
+    monkeypatch.setattr(round_cache, "_GROWTH", 4)
     ids = torch.cat([prompt(700, seed=row) for row in range(rows)])
     with LiveMemory() as memory:
         target.generate(ids, assistant_model=drafter, max_new_tokens=30, pad_token_id=0, prefill_chunk_size=50)

@@ -25,7 +25,7 @@ from hf_hyperdflash.auto.policies import ChainPolicy
 from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.targets import compiled
 from hf_hyperdflash.targets.caches.name import CACHE
-from hf_hyperdflash.targets.caches.slots import SlotCache, move_in_slots
+from hf_hyperdflash.targets.caches.round_cache import RoundCache, move_columns
 from hf_hyperdflash.targets.compiled import CompiledGraph
 from hf_hyperdflash.trees.layout import TreeLayout
 from hf_hyperdflash.trees.tree import DraftTree
@@ -82,7 +82,7 @@ def test_drawn_text_is_that_of_a_cache_that_grows(asked):
 
 def test_trees_that_have_no_room_are_cut():
     """The last ones of a caller's cache that is as long as the text; and those of a drafter that was asked for two
-    drafts, one after the other, and makes trees of up to twelve nodes, of which a window has no slots for all."""
+    drafts, one after the other, and makes trees of up to twelve nodes, of which a window has no columns for all."""
     target, own = target_and_own(families.mistral)
     whole = own.generate(prompt(13), max_new_tokens=50, **GREEDILY)
     for asked in ({CACHE: StaticCache(config=own.config, max_cache_len=62)}, dict(cache_implementation="static")):
@@ -104,11 +104,11 @@ def test_trees_that_have_no_room_are_cut():
     st.integers(1, 3),
     st.booleans(),
 )
-def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size, is_static):
+def test_columns_hold_what_a_list_would(rounds, window, prompt_length, size, is_static):
     """Round after round: each position sees, in the order of the text, the tokens that it is to see, and no others."""
     if is_static:
         layer = StaticLayer(200) if window is None else StaticSlidingWindowLayer(200, sliding_window=window)
-    else:  # whose slots become more
+    else:  # whose columns become more
         layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
     lengths = [prompt_length - min(row, prompt_length - 1) for row in range(size)]
     numbers = torch.zeros(size, 1, prompt_length, 1)
@@ -119,7 +119,7 @@ def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size, is_st
     layer.update(numbers, -numbers)
     stock = DynamicCache()
     stock.layers = [layer]
-    cache, count = SlotCache(stock, [window], lengths, width=9 if is_static else 2), 100
+    cache, count = RoundCache(stock, [window], lengths, width=9 if is_static else 2), 100
     for parents, choice in rounds:
         layout = TreeLayout(DraftTree(torch.zeros(len(parents)), tuple(parents)))
         width = len(layout)
@@ -142,7 +142,7 @@ def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size, is_st
         places = torch.arange(width).repeat(size, 1)
         old = places.clone()
         old[:, : len(path)] = torch.tensor(path)
-        move_in_slots(cache, old, places)
+        move_columns(cache, old, places)
         cache.starts += len(path)
     if size == 1:
         cache.give_back()
@@ -206,13 +206,13 @@ COMPILED = [
 
 
 # Takes seconds: the passes of a target and a drafter are traced.
-@pytest.mark.parametrize(("family", "kind", "lengths", "is_launch_bound"), mostly_nightly(COMPILED, kept=4))
+@pytest.mark.parametrize(("family", "kind", "lengths", "on_accelerator"), mostly_nightly(COMPILED, kept=4))
 def test_compiled_rounds_draft_and_write_what_eager_ones_do(
-    family, kind, lengths, is_launch_bound, counted, monkeypatch
+    family, kind, lengths, on_accelerator, counted, monkeypatch
 ):
     """Whatever is asked for, until the last of several texts has ended; then other prompts compile nothing."""
-    monkeypatch.setattr(SavedDrafter, "_is_launch_bound", is_launch_bound)
-    monkeypatch.setattr(compiled, "LEAST_VIEW", 16)  # so that rounds look at 32 and 64 slots
+    monkeypatch.setattr(SavedDrafter, "_on_accelerator", on_accelerator)
+    monkeypatch.setattr(compiled, "MIN_ATTENDED", 16)  # so that rounds attend to 32 and 64 columns
     pair = Pair(family, kind)
     first, *others = (row[max(lengths) :] for row in pair.write(lengths)[0])
     # The first text ends before the others; one alone is to have as many columns as those of later prompts.
@@ -232,10 +232,10 @@ AUTO = [("none", 1, False), ("specblock", 1, True), ("eagle3", 3, True), ("medus
 
 
 # Takes seconds: rounds are traced.
-@pytest.mark.parametrize(("kind", "texts", "is_launch_bound"), mostly_nightly(AUTO, kept=2))
-def test_auto_admits_of_a_graph_what_it_admits_eagerly(kind, texts, is_launch_bound, counted, monkeypatch):
+@pytest.mark.parametrize(("kind", "texts", "on_accelerator"), mostly_nightly(AUTO, kept=2))
+def test_auto_admits_of_a_graph_what_it_admits_eagerly(kind, texts, on_accelerator, counted, monkeypatch):
     """On an accelerator a graph drafts all that there may be, and only what was learned so far is new to it."""
-    monkeypatch.setattr(SavedDrafter, "_is_launch_bound", is_launch_bound)
+    monkeypatch.setattr(SavedDrafter, "_on_accelerator", on_accelerator)
     monkeypatch.setattr(compiled, "_SLOW_CALLS", 0)  # or nothing is learned from the first rounds
     pair, seconds = Pair(families.qwen3, kind), []
     monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds))

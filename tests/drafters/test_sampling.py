@@ -22,7 +22,7 @@ from transformers.generation import logits_process as stock
 from hf_hyperdflash.drafters.sampling import (
     DraftRequest,
     DraftSampler,
-    chains_in_step,
+    draft_chains,
     draw,
     without_state,
 )
@@ -161,7 +161,7 @@ def test_drafts_are_those_of_a_naive_loop(names, do_sample, drafts, dtype, seed)
     following = torch.rand(4)
 
     torch.manual_seed(seed + 1)
-    tree = sampler.blind(ids, logits)
+    tree = sampler.draft_independent(ids, logits)
     assert tree.tokens.tolist() == text[0, 6:].tolist() and tree.parents == tuple(range(-1, drafts - 1))
     assert torch.equal(torch.rand(4), following) and torch.equal(logits, given_logits)
     if do_sample and drafts:
@@ -182,7 +182,9 @@ def test_drafts_that_are_known_together_are_admitted_one_by_one(do_sample, most)
     logits = torch.randn(1, 5, VOCAB) * 3
     chances = [max(row) for row in logits[0].softmax(-1).tolist()]
     schedule = Asked(refused=3, most=most)
-    tree = DraftSampler(LogitsProcessorList(), do_sample, chain_admission=schedule).blind(prompt(6), logits)
+    tree = DraftSampler(LogitsProcessorList(), do_sample, chain_admission=schedule).draft_independent(
+        prompt(6), logits
+    )
     assert len(tree) == min(most, 3)
     assert schedule.signals == pytest.approx(chances[: min(most, 4)])
 
@@ -218,7 +220,7 @@ def test_chains_that_are_drawn_in_step_have_the_joint_law_of_chains_that_are_dra
     ]
     law, of_each = {}, [{}, {}]
     for probability, trees in every_outcome(
-        lambda: chains_in_step(requests, lambda k, tokens, at: DraftStep(logits[at, k, tokens]))
+        lambda: draft_chains(requests, lambda k, tokens, at: DraftStep(logits[at, k, tokens]))
     ):
         key = tuple(tuple(tree.tokens.tolist()) for tree in trees)
         law[key] = law.get(key, 0) + probability

@@ -227,7 +227,7 @@ def each_grown_alone() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         for module in (block_drafter, modeling_mtp, modeling_eagle3):
-            patched.setattr(module, "drafts_in_step", drafts)
+            patched.setattr(module, "draft_batch", drafts)
         yield
 
 
@@ -245,7 +245,7 @@ class Followed(DraftSampler):
             self.seen.append(step.whole().logits[0])
         return DraftTree.chain(ids.new_empty(0))
 
-    def blind(self, ids, logits):
+    def draft_independent(self, ids, logits):
         first = len(self.seen)
         self.seen += logits[0]
         taken = [*self.tokens, self.tokens[-1]][first : len(self.seen)]  # nothing follows the last

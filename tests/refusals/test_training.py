@@ -514,7 +514,7 @@ CALLS = {
             ("arms", "tail", "heads"),
         ("every", 0, "0"), ("steps", 1.5, "1.5"), ("rows", -1, "-1"), ("num_anchors", True, "True"),
             ("horizon", 0, "0"),
-        ("most_bytes", 0, "0"), ("seed", "1", "1"), ("learning_rate", 0, "0"), ("learning_rate", math.inf, "inf"),
+        ("max_bytes", 0, "0"), ("seed", "1", "1"), ("learning_rate", 0, "0"), ("learning_rate", math.inf, "inf"),
         ("arm", "all", "arms"))},
     "a drafter that cannot learn": Refusal(
         lambda at: DeepseekV4MTPDrafter(at.target.config).adapt(at.target), ("DeepseekV4MTPDrafter", "cannot learn")),

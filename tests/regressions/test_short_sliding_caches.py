@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, StaticSlidingWindowLayer
 
 from hf_hyperdflash import HyperDFlashDrafter, bind
 from hf_hyperdflash.targets.caches.name import CACHE
-from hf_hyperdflash.targets.caches.slots import SlotCache
+from hf_hyperdflash.targets.caches.round_cache import RoundCache
 
 from ..conftest import prompt
 from ..decoding.test_static_caches import compiling
@@ -52,17 +52,17 @@ def test_compiled_rounds_write_on_in_it_too():
 
 
 def test_graphs_of_two_windows_are_told_apart():
-    """Also where both have as many slots: a graph has its window in it."""
+    """Also where both have as many columns: a graph has its window in it."""
     shapes = set()
     for window, width in ((5, 6), (6, 5)):
         layer = StaticSlidingWindowLayer(9, sliding_window=window)
         layer.update(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3, 1))
-        shapes.add(SlotCache(Cache(layers=[layer]), [window], [3], width).shape)
+        shapes.add(RoundCache(Cache(layers=[layer]), [window], [3], width).shape)
     assert len(shapes) == 2
 
 
 def test_another_length_compiles_nothing(monkeypatch):
-    monkeypatch.setattr("hf_hyperdflash.drafters.saved.SavedDrafter._is_launch_bound", True)  # as on an accelerator
+    monkeypatch.setattr("hf_hyperdflash.drafters.saved.SavedDrafter._on_accelerator", True)  # as on an accelerator
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     target, graphs = bind(made("mistral", **ONE_LAYER).eval()), []

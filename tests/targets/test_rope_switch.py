@@ -81,8 +81,8 @@ def test_a_target_that_starts_its_cache_anew_writes_its_own_text_up_to_there_and
 
 def test_how_many_drafts_there_may_be():
     once, always = RopeSwitch(8, is_at_every_token=False), RopeSwitch(8, is_at_every_token=True)
-    assert [once.most_drafts(seen) for seen in (1, 7, 8, 9, 20)] == [7, 1, 0, math.inf, math.inf]
-    assert [always.most_drafts(seen) for seen in (1, 7, 8, 9, 20)] == [7, 1, 0, 0, 0]
+    assert [once.max_drafts(seen) for seen in (1, 7, 8, 9, 20)] == [7, 1, 0, math.inf, math.inf]
+    assert [always.max_drafts(seen) for seen in (1, 7, 8, 9, 20)] == [7, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -411,7 +411,7 @@ def test_what_is_held_out_is_a_fair_draw_from_all_the_time():
 def test_a_sample_is_the_end_of_its_text(parts, room):
     """As many of the last parts as have `room` tokens, a long one by its end. The first token is not known, and so not
     learned, and neither is an answer of one token."""
-    sample, text = Sample([-1], most_bytes=room * 8 * 4), []
+    sample, text = Sample([-1], max_bytes=room * 8 * 4), []
     for length, is_written in parts:
         start = text[-1][-1][0] + 1 if text else 0
         positions = torch.arange(start, start + length)

@@ -226,9 +226,9 @@ def fine_tune_briefly(
 ) -> tuple[Drafter, int, float]:
     """Train a copy of a drafter on a few texts of the target, with the steps that learning while serving takes."""
     settings = AdaptationConfig()
-    learner, replay = Learner(drafter, target, settings), ReplayBuffer(settings.most_bytes, settings.seed)
+    learner, replay = Learner(drafter, target, settings), ReplayBuffer(settings.max_bytes, settings.seed)
     for text, start in zip(texts, starts):
-        positions, sample = torch.arange(text.shape[1] - 1)[None], Sample(learner.layer_ids, settings.most_bytes // 4)
+        positions, sample = torch.arange(text.shape[1] - 1)[None], Sample(learner.layer_ids, settings.max_bytes // 4)
         residual = compute_residual(target, text[:, :-1], positions.to(text.device), learner.layer_ids)
         for part in (slice(start), slice(start, None)):
             if positions[:, part].numel():  # nothing was computed of an answer's last token

@@ -11,17 +11,17 @@ from torch import nn
 from ...targets.attention_masks import AttentionMask, attention_mask_for
 from ...targets.compiled import CompiledForwards
 from ...targets.target import Target, soft_capped
-from ...trees.growth import AskedDrafts, GrownChains, GrownNodes, grow_in_graph
+from ...trees.growth import GraphPlan, GrownChains, GrownNodes, grow_in_graph
 from ...trees.tree import DraftTree, are_trees_kept
 from ..parts.context import ContextColumns, DraftContext, anchors_of, compile_contexts, padded_pending
 from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, run_heads
 from ..parts.layers import KeysValues, Rotary, block_inputs
-from ..reading import ReadingDrafter
-from ..sampling import DraftRequest, asked_of_a_graph, drafts_in_step, drafts_of, share_passes
+from ..reading import HiddenStateDrafter
+from ..sampling import DraftRequest, can_draft_together, draft_batch, drafts_of, graph_plan
 from .path import BlockPath
 
 
-class BlockDrafter(ReadingDrafter):
+class BlockDrafter(HiddenStateDrafter):
     """A drafter whose block sees the context and itself: the base of drafters of blocks, for drafting and training.
 
     A subclass has `layers`, `rotary_emb`, [`reduce`], [`_begin`] and [`_end`]. A layer is called with the block's
@@ -204,7 +204,7 @@ class BlockDrafter(ReadingDrafter):
             anchors = anchors_of(requests, self.device)
             hidden = _run_block(self, target, columns, *anchors, padded_pending(contexts, self.device))
         else:
-            plan = asked_of_a_graph(requests, self.device, self._is_launch_bound)
+            plan = graph_plan(requests, self.device, self._on_accelerator)
             hidden, drafted = compiled.run(_draft_best, self, target, *compiled.inputs(requests, 1), plan)
         for context in contexts:
             context.length, context.pending = context.length + context.new_count, None
@@ -218,23 +218,26 @@ class BlockDrafter(ReadingDrafter):
         has_heads = self.head is not None or self.confidence_head is not None
         if not has_heads and requests[0].sampler.tree_budget is None:
             logits = self.to_full_vocabulary(target, self.logits(target, states))
-            return [each.sampler.blind(each.ids, own[None, : each.num_drafts]) for each, own in zip(requests, logits)]
-        if not share_passes(requests):
+            return [
+                each.sampler.draft_independent(each.ids, own[None, : each.num_drafts])
+                for each, own in zip(requests, logits)
+            ]
+        if not can_draft_together(requests):
             paths = [BlockPath(self, target, own[None, :count]) for own, count in zip(states, counts)]
             return [each.sampler.grow(each.ids, each.num_drafts, path) for each, path in zip(requests, paths)]
         path = BlockPath(self, target, states)
-        trees = drafts_in_step(requests, path)
+        trees = draft_batch(requests, path)
         if len(requests) == 1 and self.head is not None and are_trees_kept():
             return [path.with_head_choices(tree) for tree in trees]
         return trees
 
-    def fixed_contexts(
+    def compiled_contexts(
         self,
         target: Target,
         contexts: Sequence[DraftContext],
-        room: int,
-        most_new: int,
-        most_drafts: int,
+        max_tokens: int,
+        max_new: int,
+        max_drafts: int,
         compiled: CompiledForwards,
     ) -> Sequence[DraftContext]:
         if self.device.type == "meta" or isinstance(self.head, SelectorHead):
@@ -243,11 +246,11 @@ class BlockDrafter(ReadingDrafter):
             self.flush_pending(context)
         config, width = self.config, len(self.layers_read(target)) * target.streams
         pending = (
-            torch.zeros(len(contexts), most_new, width, config.target_hidden_size, dtype=target.dtype),
-            torch.zeros(len(contexts), most_new, dtype=torch.long),
+            torch.zeros(len(contexts), max_new, width, config.target_hidden_size, dtype=target.dtype),
+            torch.zeros(len(contexts), max_new, dtype=torch.long),
         )
-        spare = most_new + config.block_size
-        compile_contexts(self, contexts, room, spare, tuple(part.to(self.device) for part in pending), compiled)
+        spare = max_new + config.block_size
+        compile_contexts(self, contexts, max_tokens, spare, tuple(part.to(self.device) for part in pending), compiled)
         return contexts
 
     def logits(self, target: Target, hidden: torch.Tensor, vectors: torch.Tensor | None = None) -> torch.Tensor:
@@ -315,20 +318,20 @@ def _draft_best(
     position_ids: torch.Tensor,
     pending: tuple[torch.Tensor, ...],
     counts: torch.Tensor,
-    view: int,
-    plan: AskedDrafts | None,
+    attended: int,
+    plan: GraphPlan | None,
 ) -> tuple[torch.Tensor, GrownChains | GrownNodes | None]:
     """Run a block of each text inside a graph; return their states and the most probable drafts.
 
     Args:
-        keys_values, ids, position_ids, pending, counts, view: See [`~drafters.parts.context.CompiledRounds.inputs`].
+        keys_values, ..., attended: See [`~drafters.parts.context.CompiledRounds.inputs`].
         plan: Which drafts; `None` for none.
     """
-    config, most_new = drafter.config, pending[1].shape[1]
-    columns = ContextColumns(keys_values, counts, most_new, config.block_size, view)
+    config, max_new = drafter.config, pending[1].shape[1]
+    columns = ContextColumns(keys_values, counts, max_new, config.block_size, attended)
     hidden = _run_block(drafter, target, columns, ids, position_ids, pending)
     if plan is None:
         return hidden, None
-    depth = min(most_new - 1, config.max_draft_tokens)
+    depth = min(max_new - 1, config.max_draft_tokens)
     path = BlockPath(drafter, target, hidden[:, config.first_slot : config.first_slot + depth])
     return hidden, grow_in_graph(plan, ids[:, 0], counts[:, 2], depth, path)

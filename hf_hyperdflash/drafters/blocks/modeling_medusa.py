@@ -15,11 +15,11 @@ from transformers import PreTrainedConfig
 
 from ...targets.compiled import CompiledForwards
 from ...targets.target import Target
-from ...trees.growth import AskedDrafts, DraftStep, GrownChains, GrownNodes, grow_in_graph
+from ...trees.growth import DraftStep, GraphPlan, GrownChains, GrownNodes, grow_in_graph
 from ...trees.tree import DraftTree
 from ..configuration import WithCode
 from ..parts.context import CompiledRounds, DraftContext
-from ..sampling import DraftRequest, asked_of_a_graph, drafts_of
+from ..sampling import DraftRequest, drafts_of, graph_plan
 from ..saved import SavedDrafter
 
 
@@ -112,7 +112,10 @@ class MedusaDrafter(SavedDrafter):
         compiled = requests[0].context.compiled
         if compiled is None:
             logits = self(target, torch.cat([each.context.pending[0] for each in requests]))
-            return [each.sampler.blind(each.ids, own[None, : each.num_drafts]) for each, own in zip(requests, logits)]
+            return [
+                each.sampler.draft_independent(each.ids, own[None, : each.num_drafts])
+                for each, own in zip(requests, logits)
+            ]
         # With all texts, whoever is asked for: the shapes stay.
         batch, filled = compiled.contexts, torch.zeros_like(requests[0].context.pending[0])
         residual = [filled if each.pending is None else each.pending[0] for each in batch]
@@ -120,12 +123,12 @@ class MedusaDrafter(SavedDrafter):
         for row, each in zip(rows, requests):
             counts[row] = each.num_drafts
         limits = torch.tensor(counts, device=self.device)
-        asked = asked_of_a_graph(requests, self.device, self._is_launch_bound)
-        drafted = compiled.run(_draft_all, self, target, torch.cat(residual), limits, asked)
+        plan = graph_plan(requests, self.device, self._on_accelerator)
+        drafted = compiled.run(_draft_all, self, target, torch.cat(residual), limits, plan)
         if not isinstance(drafted, torch.Tensor):
             return drafts_of(drafted, requests, rows)
         own = [drafted[row : row + 1, : each.num_drafts] for row, each in zip(rows, requests)]
-        return [each.sampler.blind(each.ids, logits) for each, logits in zip(requests, own)]
+        return [each.sampler.draft_independent(each.ids, logits) for each, logits in zip(requests, own)]
 
     def forward(self, target: Target, residual: torch.Tensor) -> torch.Tensor:
         """Return each head's logits after tokens, `[batch, config.medusa_num_heads, target.config.vocab_size]`, from
@@ -136,13 +139,13 @@ class MedusaDrafter(SavedDrafter):
         added = target.config.vocab_size - self.config.vocab_size
         return nn.functional.pad(logits, (0, added), value=-torch.inf) if added else logits
 
-    def fixed_contexts(
+    def compiled_contexts(
         self,
         target: Target,
         contexts: Sequence[DraftContext],
-        room: int,
-        most_new: int,
-        most_drafts: int,
+        max_tokens: int,
+        max_new: int,
+        max_drafts: int,
         compiled: CompiledForwards,
     ) -> Sequence[DraftContext]:
         for context in contexts:
@@ -155,7 +158,7 @@ def _draft_all(
     target: Target,
     residual: torch.Tensor,
     limits: torch.Tensor,
-    asked: AskedDrafts | None,
+    plan: GraphPlan | None,
 ) -> torch.Tensor | GrownChains | GrownNodes:
     """Return the heads' logits, or what is asked for of drafts, trees at most `limits` `[texts]` deep."""
     logits = drafter(target, residual)
@@ -164,7 +167,7 @@ def _draft_all(
     def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
         return DraftStep(logits[:, k].repeat_interleave(len(tokens) // texts, dim=0))
 
-    if asked is None:
+    if plan is None:
         return logits
     anchors = torch.zeros_like(limits)  # which no head reads
-    return grow_in_graph(asked, anchors, limits, depth, steps)
+    return grow_in_graph(plan, anchors, limits, depth, steps)

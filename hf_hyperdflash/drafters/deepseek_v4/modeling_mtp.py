@@ -20,7 +20,7 @@ from ...targets.caches.name import CACHE
 from ...targets.target import Target
 from ...trees.growth import DraftStep
 from ...trees.tree import DraftTree
-from ..sampling import DraftRequest, drafts_in_step, share_passes
+from ..sampling import DraftRequest, can_draft_together, draft_batch
 from .configuration import DeepseekV4MTPConfig
 from .drafter import DeepseekV4Drafter, Rotary
 
@@ -208,7 +208,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft the next tokens of all texts pass by pass; an empty context gives no drafts."""
-        if not share_passes(requests):
+        if not can_draft_together(requests):
             return [self.draft(target, [each])[0] for each in requests]
         trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
         places = [row for row, each in enumerate(requests) if each.num_drafts and each.context.streams is not None]
@@ -236,7 +236,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
                 streams = self(streams[rows], embeds, context=ahead, attention_mask=mask, rotary=rotary)
             return DraftStep(self._logits(target, streams)[:, 0])
 
-        return drafts_in_step(requests, steps)
+        return draft_batch(requests, steps)
 
     def _embed(self, target: Target, ids: torch.Tensor) -> torch.Tensor:
         return target.embed(ids).to(self.device)

@@ -8,8 +8,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from ...targets.caches.slots import write_columns
-from ...targets.compiled import CompiledForwards, keep_addresses, view_for
+from ...targets.caches.round_cache import write_columns
+from ...targets.compiled import CompiledForwards, attended_for, keep_addresses
 from ...trees.padding import Padding
 from ..sampling import DraftRequest
 from .block_attention import AttentionSpan
@@ -70,7 +70,7 @@ class CompiledRounds:
         run: Runs functions compiled.
         contexts: Of all texts. Those that have ended are run along.
         buffer: Theirs, which never grows.
-        pending: What a pass reads of pending tokens, as in [`DraftContext`] `[texts, most_new, ...]`.
+        pending: What a pass reads of pending tokens, as in [`DraftContext`] `[texts, max_new, ...]`.
         spare: How many columns a round needs behind a text.
     """
 
@@ -81,9 +81,9 @@ class CompiledRounds:
     spare: int
 
     @property
-    def view(self) -> int:
+    def attended(self) -> int:
         """How many columns the next pass is to look at: one of a few numbers."""
-        return min(view_for(max(each.length for each in self.contexts) + self.spare), self.buffer[0][0].shape[2])
+        return min(attended_for(max(each.length for each in self.contexts) + self.spare), self.buffer[0][0].shape[2])
 
     def fits(self, context: DraftContext) -> bool:
         """Return whether a text's next round can run compiled: it has pending tokens, no more than there is room for,
@@ -101,7 +101,7 @@ class CompiledRounds:
         Returns:
             Their buffer; ids and positions of the anchors, `[texts, 1]`; pending tokens, as in [`padded_pending`]; the
             numbers of keys, of keys that pending tokens get, and of drafts to make, `[texts, 3]`, of which texts that
-            are not drafted for have keys alone; and [`view`].
+            are not drafted for have keys alone; and [`attended`].
         """
         device, texts = self.pending[0].device, len(self.contexts)
         counts = [[context.length, 0, 0] for context in self.contexts]
@@ -113,7 +113,7 @@ class CompiledRounds:
         if len(requests) < texts:
             rows = torch.tensor([each.context.row for each in requests], device=device)
             ids, position_ids = (part.new_zeros(texts, 1).index_copy_(0, rows, part) for part in (ids, position_ids))
-        return self.buffer, ids, position_ids, self.pending, torch.tensor(counts, device=device), self.view
+        return self.buffer, ids, position_ids, self.pending, torch.tensor(counts, device=device), self.attended
 
 
 def anchors_of(requests: Sequence[DraftRequest], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,7 +199,7 @@ class ContextColumns:
             are the same of all texts. Then a pass needs neither an index nor, mostly, a mask.
         new: The most keys of a text's pending tokens.
         queries: The number of keys behind these.
-        view: How many columns there are to look at, from the first on.
+        attended: How many columns there are to look at, from the first on.
     """
 
     def __init__(
@@ -208,9 +208,9 @@ class ContextColumns:
         counts: torch.Tensor | tuple[int, int],
         new: int,
         queries: int,
-        view: int,
+        attended: int,
     ) -> None:
-        self.keys_values, self.view, width = keys_values, view, new + queries
+        self.keys_values, self.attended, width = keys_values, attended, new + queries
         self.stop: int | torch.Tensor  # the column behind the pending tokens
         self.columns: slice | torch.Tensor
         if isinstance(counts, tuple):
@@ -249,7 +249,7 @@ class ContextColumns:
                     buffer[:, :, self.columns] = states
                 else:
                     write_columns(buffer, self.columns, states)
-            return own[0][:, :, first : self.view], own[1][:, :, first : self.view]
+            return own[0][:, :, first : self.attended], own[1][:, :, first : self.attended]
 
         return update
 
@@ -259,7 +259,7 @@ class ContextColumns:
         if isinstance(self.stop, int):
             return span.mask(block_size, self.stop - self._first_seen(span), device)
         slots = torch.arange(block_size, device=device)[:, None]
-        ahead = torch.arange(self.view, device=device) - self.stop[:, None]  # [texts, 1, view]
+        ahead = torch.arange(self.attended, device=device) - self.stop[:, None]  # [texts, 1, attended]
         of_context = (ahead < 0) & span.sees_context(slots, -ahead)
         of_block = span.sees_slots(block_size, device)[:, ahead[:, 0].clamp(0, block_size - 1)].transpose(0, 1)
         return torch.where((ahead >= 0) & (ahead < block_size), of_block, of_context)[:, None]
@@ -268,12 +268,12 @@ class ContextColumns:
         """Return the mask by which each new key's slot sees its own text up to itself, boolean `[texts or 1, 1, new +
         queries, keys]`; `None` for one slot that sees all that a layer returns."""
         if isinstance(self.columns, slice):
-            if self.columns.start + 1 == self.view:
+            if self.columns.start + 1 == self.attended:
                 return None
             own = torch.arange(self.columns.start, self.columns.stop, device=device)[None]
         else:
             own = self.columns
-        return (torch.arange(self.view, device=device) <= own[..., None])[:, None]
+        return (torch.arange(self.attended, device=device) <= own[..., None])[:, None]
 
     def _first_seen(self, span: AttentionSpan) -> int:
         window = span.context_window if isinstance(self.stop, int) else None

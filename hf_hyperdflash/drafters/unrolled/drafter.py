@@ -40,8 +40,8 @@ from ..parts.layers import (
     reset_reducer,
 )
 from ..parts.reducers import REDUCERS
-from ..reading import ReadingDrafter
-from ..sampling import DraftRequest, asked_of_a_graph, drafts_of, share_passes
+from ..reading import HiddenStateDrafter
+from ..sampling import DraftRequest, can_draft_together, drafts_of, graph_plan
 from .configuration import UnrolledConfig
 from .unrolling import Unrolling, draft_best, run_entries, width_of_pass
 
@@ -81,7 +81,7 @@ class UnrolledNetwork(nn.Module):
         return states
 
 
-class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
+class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
     """The base of drafters of entries. A subclass has [`_begin`] and [`_draft`] and, where they differ, [`condition`],
     [`_between`] and [`next_condition`].
     """
@@ -294,7 +294,7 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft with one pass for all blocks that continue others; an empty context gives no drafts."""
-        if not share_passes(requests):
+        if not can_draft_together(requests):
             return [self.draft(target, [each])[0] for each in requests]
         trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
         rows = [
@@ -311,12 +311,12 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
         contexts, sampler, size = [each.context for each in requests], requests[0].sampler, self.config.block_size
         positions, rows = anchors_of(requests, self.device)[1][:, 0], [context.row for context in contexts]
         compiled, budget = contexts[0].compiled, sampler.tree_budget
-        most_blocks = 1 if budget is None else self.most_blocks(budget, sampler.do_sample)
+        max_blocks = 1 if budget is None else self.max_blocks(budget, sampler.do_sample)
         if compiled is not None and all(compiled.fits(context) for context in contexts):
-            plan = asked_of_a_graph(requests, self.device, self._is_launch_bound)
-            if budget is not None and not (self.tree_width and self._is_launch_bound):
+            plan = graph_plan(requests, self.device, self._on_accelerator)
+            if budget is not None and not (self.tree_width and self._on_accelerator):
                 plan = None
-            if plan is not None or self._is_launch_bound:
+            if plan is not None or self._on_accelerator:
                 drafted, states = compiled.run(draft_best, self, target, *compiled.inputs(requests, size), plan)
                 # Of their own, as a graph's outputs last until it runs again.
                 self._keep_entries(contexts, states.clone(), rows)
@@ -325,11 +325,11 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
                     return [replace(tree, passes=tuple(1 + (k - 1) // size for k in tree.depths)) for tree in trees]
                 lengths = torch.tensor([[context.length] for context in compiled.contexts], device=self.device)
                 states = torch.cat([context.states for context in contexts])
-                known = compiled.buffer, states, positions, lengths, compiled.view
-                width, run = width_of_pass(most_blocks), compiled.run
+                known = compiled.buffer, states, positions, lengths, compiled.attended
+                width, run = width_of_pass(max_blocks), compiled.run
                 return self._draft(target, Unrolling(self, target, *known, True, rows, width, run), requests)
         self.flush_pending(target, contexts)
-        keys_values = rows_of(self, contexts, self.config.max_blocks * most_blocks * size)
+        keys_values = rows_of(self, contexts, self.config.max_blocks * max_blocks * size)
         states, counts = torch.cat([context.states for context in contexts]), [context.length for context in contexts]
         lengths = counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=self.device)[:, None]
         return self._draft(
@@ -338,31 +338,31 @@ class UnrolledDrafter(UnrolledNetwork, ReadingDrafter):
 
     # Compiled
 
-    def fixed_contexts(
+    def compiled_contexts(
         self,
         target: Target,
         contexts: Sequence[DraftContext],
-        room: int,
-        most_new: int,
-        most_drafts: int,
+        max_tokens: int,
+        max_new: int,
+        max_drafts: int,
         compiled: CompiledForwards,
     ) -> Sequence[DraftContext]:
         config = self.config
         if self.device.type == "meta":
             return []
         # Behind a text there are a round's entries, some of which only fill up, and its later blocks, pass by pass.
-        most_blocks = width_of_pass(max(self.most_blocks(most_drafts, draws) for draws in (False, True)))
-        spare = (most_new + config.max_blocks * most_blocks) * config.block_size
+        max_blocks = width_of_pass(max(self.max_blocks(max_drafts, draws) for draws in (False, True)))
+        spare = (max_new + config.max_blocks * max_blocks) * config.block_size
         width = len(self.layers_read(target)) * target.streams
         pending = (
-            torch.zeros(len(contexts), most_new, width, config.target_hidden_size, dtype=target.dtype),
-            *torch.zeros(2, len(contexts), most_new, dtype=torch.long),
+            torch.zeros(len(contexts), max_new, width, config.target_hidden_size, dtype=target.dtype),
+            *torch.zeros(2, len(contexts), max_new, dtype=torch.long),
         )
         pending = tuple(part.to(self.device) for part in pending)
-        compile_contexts(self, contexts, room * config.block_size, spare, pending, compiled)
+        compile_contexts(self, contexts, max_tokens * config.block_size, spare, pending, compiled)
         return contexts
 
-    def most_blocks(self, budget: int, do_sample: bool) -> int:
+    def max_blocks(self, budget: int, do_sample: bool) -> int:
         """Return how many blocks of a text a pass has at most.
 
         Args:

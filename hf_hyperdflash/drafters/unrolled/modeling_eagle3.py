@@ -19,7 +19,7 @@ from ...targets.target import Target
 from ...trees.growth import level_sizes
 from ...trees.tree import DraftTree
 from ..parts.layers import ContextLayer, DrafterRMSNorm, HyperDFlashAttention, HyperDFlashLayer, Rotary
-from ..sampling import DraftRequest, drafts_in_step
+from ..sampling import DraftRequest, draft_batch
 from .configuration import Eagle3Config
 from .drafter import UnrolledDrafter, Unrolling
 
@@ -103,7 +103,7 @@ class Eagle3Drafter(Eagle3Network, UnrolledDrafter):
     def tree_width(self) -> int:
         return self.config.tree_width
 
-    def most_blocks(self, budget: int, do_sample: bool) -> int:
+    def max_blocks(self, budget: int, do_sample: bool) -> int:
         if not do_sample:
             return min(budget, self.tree_width)
         of_all = (level_sizes(count, budget)[:-1] for count in range(1, self.max_draft_tokens + 1))
@@ -111,5 +111,5 @@ class Eagle3Drafter(Eagle3Network, UnrolledDrafter):
 
     def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         step = unrolling.chain_step if requests[0].sampler.tree_budget is None else unrolling.tree_step
-        trees = drafts_in_step(requests, step, self.config.tree_width)
+        trees = draft_batch(requests, step, self.config.tree_width)
         return [replace(tree, passes=tree.depths) for tree in trees]

@@ -93,7 +93,9 @@ class SpecBlockDrafter(SpecBlockNetwork, UnrolledDrafter):
                 unrolling.extend_chain(torch.cat([text[0, -1:] for text in texts]).to(self.device))
             logits = self.logits(target, unrolling.states[:, : max(counts) - start])
             for row, each in enumerate(requests):
-                block = each.sampler.blind(texts[row], logits[row : row + 1, : max(0, counts[row] - start)])
+                block = each.sampler.draft_independent(
+                    texts[row], logits[row : row + 1, : max(0, counts[row] - start)]
+                )
                 texts[row] = torch.cat([texts[row], block.tokens[None].to(texts[row].device)], dim=1)
                 blocks[row].append(block)
         return [self._chain_of(of_sequence) for of_sequence in blocks]

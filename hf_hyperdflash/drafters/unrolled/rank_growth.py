@@ -69,7 +69,7 @@ def grow_blocks(requests: Sequence[DraftRequest], blocks: Blocks, config: Growth
     probable. So sampling works as in [`~trees.growth.drawn`], with as many levels in a pass as a block has slots.
 
     Args:
-        requests: One for each text, of one kind ([`~drafters.sampling.share_passes`]).
+        requests: One for each text, of one kind ([`~drafters.sampling.can_draft_together`]).
         blocks: The drafter.
         config: With `branching` and `max_blocks`.
     """
@@ -129,13 +129,13 @@ class _GrowingTree:
             return
         if self.sampler.do_sample:
             is_last = level + 1 == self.config.max_blocks
-            room = self.budget if is_last else sum(self.sizes[: (level + 1) * step.logits.shape[1]])
-            starts = self.add_drawn(self.starts, made, step, max(1, room - len(self.tokens)))
+            free = self.budget if is_last else sum(self.sizes[: (level + 1) * step.logits.shape[1]])
+            starts = self.add_drawn(self.starts, made, step, max(1, free - len(self.tokens)))
             starts = heapq.nlargest(self.budget - len(self.tokens), starts, key=lambda start: start.value)
         else:
             starts = self.add_most_probable(self.starts, made, step)
-            least = min(heapq.nlargest(self.budget, self.values), default=math.inf)
-            starts = [each for each in starts if each.value >= least]
+            min_value = min(heapq.nlargest(self.budget, self.values), default=math.inf)
+            starts = [each for each in starts if each.value >= min_value]
             starts = heapq.nlargest(self.budget, starts, key=lambda start: start.value)
         self.starts = starts
         self.passes += [level + 1] * (len(self.tokens) - len(self.passes))
@@ -143,7 +143,7 @@ class _GrowingTree:
     def add_most_probable(self, starts: list[_Start], made: int, step: BlockStep) -> list[_Start]:
         """Add the most probable children at every slot, and return where later blocks can start."""
         widths, found = self._widths(step, starts), []
-        least = -math.inf if self.admission is None else self.admission.log_least
+        min_value = -math.inf if self.admission is None else self.admission.log_min_probability
         slots, shared = step.logits.shape[1], None
         if not len(self.sampler.processors):
             shared = _most_probable(step.logits, max(map(max, widths)))
@@ -156,7 +156,7 @@ class _GrowingTree:
                 else:
                     tokens, gains = shared[0][row][slot], shared[1][row][slot]
                 children = [(token, gain, value + self._chance(gain)) for token, gain in zip(tokens[:width], gains)]
-                children = [child for child in children if child[2] > least]
+                children = [child for child in children if child[2] > min_value]
                 for rank, (token, gain, child_value) in enumerate(children):
                     self._add(token, node, child_value, math.exp(gain))
                     if rank or slot == slots - 1:
@@ -232,7 +232,7 @@ class _GrowingTree:
     ) -> list[list[list[float]]]:
         """Return the values of each slot's children, by block and slot: those of the `share` children in all that are
         accepted most often."""
-        survival, least = self.admission or (None, -1.0)
+        survival, min_value = self.admission or (None, -1.0)
         waiting: list[tuple[float, int, int, int, float, list[float]]] = []  # the highest value first
 
         def push(row: int, slot: int, rank: int, parent: float, chances: list[float]) -> None:
@@ -246,7 +246,7 @@ class _GrowingTree:
         for row, start in enumerate(starts):
             open_slot(row, 0, start.value)
         for _ in range(share):
-            if not waiting or -waiting[0][0] <= least:
+            if not waiting or -waiting[0][0] <= min_value:
                 break
             value, row, slot, rank, parent, chances = heapq.heappop(waiting)
             if not rank:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...targets.target import Target
-from ...trees.growth import AskedDrafts, DraftStep, GrownChains, GrownNodes, best_chances, grow_in_graph
+from ...trees.growth import DraftStep, GraphPlan, GrownChains, GrownNodes, best_chances, grow_in_graph
 from ...trees.padding import Padding
 from ..parts.context import ContextColumns
 from ..parts.layers import KeysValues
@@ -30,7 +30,7 @@ class Unrolling:
             config.hidden_size]`.
         position_ids: Of these texts' anchors, `[drafted]`.
         lengths: How many keys there are of each text, `[texts, 1]`, or of all.
-        view: How many columns there are to look at: before the first pass, or with `is_fixed` in all of them.
+        attended: How many columns there are to look at: before the first pass, or with `is_fixed` in all of them.
         is_fixed: Whether it is a graph's round, or of compiled passes.
         rows: Which of the texts are drafted for; `None` for all.
         width: How many blocks of a text a pass has, some of which only fill up; `None` for no more than are needed.
@@ -48,7 +48,7 @@ class Unrolling:
         states: torch.Tensor,
         position_ids: torch.Tensor,
         lengths: torch.Tensor | int,
-        view: int,
+        attended: int,
         is_fixed: bool = False,
         rows: Sequence[int] | None = None,
         width: int | None = None,
@@ -61,7 +61,7 @@ class Unrolling:
             drafter.config.block_size,
         )
         self.states, self._positions, self._lengths = states, position_ids, lengths
-        self._view, self._is_fixed, self._width, self._run_compiled = view, is_fixed, width, run
+        self._attended, self._is_fixed, self._width, self._run_compiled = attended, is_fixed, width, run
         self._texts = len(keys_values[0][0])
         self._rows = list(range(self._texts) if rows is None else rows)  # of each block its text
         self._made = self._first = 0  # columns of each text behind its entries; the first block of the last pass
@@ -97,8 +97,8 @@ class Unrolling:
         if isinstance(self._lengths, int):
             mask = nn.functional.pad(mask, (self._lengths - size, 0), value=True)
         else:
-            view = self._view if self._is_fixed else self._view + made - size
-            ahead = torch.arange(view, device=device) - (self._lengths - size)  # [texts, view]
+            attended = self._attended if self._is_fixed else self._attended + made - size
+            ahead = torch.arange(attended, device=device) - (self._lengths - size)  # [texts, attended]
             places = ahead.clamp(0, made - 1)[:, None].expand(-1, mask.shape[1], -1)
             mask = mask.gather(2, places) & (ahead < made)[:, None] | (ahead < 0)[:, None]
         positions = self._positions[blocks] + (slots + 1 if self.drafter.moves_positions else 0)
@@ -163,9 +163,9 @@ class Unrolling:
     ) -> torch.Tensor:
         new = self.size * padding.width
         first, self._made = self._lengths + self._made, self._made + new
-        view = self._view if self._is_fixed else self._view + self._made
+        attended = self._attended if self._is_fixed else self._attended + self._made
         blocks = padding.add(carried), padding.add(tokens), padding.add(positions)
-        inputs = self.drafter, self.target, self.keys_values, *blocks, first, view, mask
+        inputs = self.drafter, self.target, self.keys_values, *blocks, first, attended, mask
         run = self._run_compiled
         return padding.remove(run_blocks(*inputs) if run is None else run(run_blocks, *inputs))
 
@@ -178,13 +178,13 @@ def run_blocks(
     ids: torch.Tensor,
     position_ids: torch.Tensor,
     first: torch.Tensor | int,
-    view: int,
+    attended: int,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """Run blocks whose keys lie in the columns from `first` on, `[texts, 1]` or of all texts the same. Without a mask
     each slot sees all that is before it. See [`~drafters.unrolled.drafter.UnrolledDrafter.run`]."""
     known = (first, 0) if isinstance(first, int) else first
-    columns = ContextColumns(keys_values, known, 0, drafter.config.block_size * ids.shape[1], view)
+    columns = ContextColumns(keys_values, known, 0, drafter.config.block_size * ids.shape[1], attended)
     mask = columns.causal_mask(condition.device) if mask is None else mask
     layers = [columns.layer(index) for index in range(len(keys_values))]
     return drafter.run(condition, drafter.embed(target, ids), position_ids, layers, mask)
@@ -217,25 +217,27 @@ def draft_best(
     position_ids: torch.Tensor,
     pending: tuple[torch.Tensor, ...],
     counts: torch.Tensor,
-    view: int,
-    plan: AskedDrafts | None,
+    attended: int,
+    plan: GraphPlan | None,
 ) -> tuple[GrownChains | GrownNodes | None, torch.Tensor]:
     """Make entries and draft the most probable chain of each text, or the tree of its most probable nodes, inside a
     graph.
 
     Args:
-        keys_values, ids, position_ids, pending, counts, view: See [`~drafters.parts.context.CompiledRounds.inputs`].
+        keys_values, ..., attended: See [`~drafters.parts.context.CompiledRounds.inputs`].
         plan: Which drafts; `None` for the entries alone.
 
     Returns:
         The drafts, and the last entries' states.
     """
-    size, most_new = drafter.config.block_size, pending[1].shape[1]
-    columns, depth = ContextColumns(keys_values, counts, size * most_new, 0, view), most_new - 1
+    size, max_new = drafter.config.block_size, pending[1].shape[1]
+    columns, depth = ContextColumns(keys_values, counts, size * max_new, 0, attended), max_new - 1
     entries = run_entries(drafter, target, columns, pending)
     if plan is None:
         return None, entries
-    unrolling = Unrolling(drafter, target, keys_values, entries, position_ids[:, 0], columns.stop, view, is_fixed=True)
+    unrolling = Unrolling(
+        drafter, target, keys_values, entries, position_ids[:, 0], columns.stop, attended, is_fixed=True
+    )
     if plan.tree_budget is not None:
         grown = grow_in_graph(plan, ids[:, 0], counts[:, 2], depth, unrolling.tree_step, drafter.tree_width)
         return grown, entries

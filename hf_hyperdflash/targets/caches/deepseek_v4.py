@@ -531,9 +531,9 @@ def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache
     _checked_max_rewind(max_rewind)
     cache.layers[:] = [_rewindable(layer, max_rewind) for layer in cache.layers]
     rewindable = [layer for layer in cache.layers if isinstance(layer, RewindableSlidingCacheLayer)]
-    most = max([max_rewind, *(layer.max_rewind for layer in rewindable)])
+    largest = max([max_rewind, *(layer.max_rewind for layer in rewindable)])
     for layer in rewindable:
-        layer.max_rewind = most
+        layer.max_rewind = largest
     return cache
 
 

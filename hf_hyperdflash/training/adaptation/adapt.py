@@ -188,7 +188,7 @@ class Adaptation(Observer):
 
     def _begin_anew(self, arms: Sequence[str]) -> None:
         config = self.config
-        self.replay, self.bandit = ReplayBuffer(config.most_bytes, config.seed), Bandit(arms, config.horizon)
+        self.replay, self.bandit = ReplayBuffer(config.max_bytes, config.seed), Bandit(arms, config.horizon)
         self._share, self._new_rows = config.share, 0
         self._pending: str | None = None  # the arm of an update that was not judged yet
 
@@ -198,7 +198,7 @@ class Adaptation(Observer):
         """Return who records the sequence that begins, sampled or greedy; `None` for another target."""
         if target is not self.target:
             return None
-        return Sample(self.learner.layer_ids, max(1, self.config.most_bytes // 4), do_sample, self.learn_from)
+        return Sample(self.learner.layer_ids, max(1, self.config.max_bytes // 4), do_sample, self.learn_from)
 
     def learn_from(self, sample: Sample, stats: SpeculationStats) -> None:
         """Learn from a generation that has ended, if it is time to. An error here ends the adaptation, not the

@@ -50,7 +50,7 @@ class AdaptationConfig:
         num_anchors: Most blocks per row to learn from.
         horizon: Requests that are expected to profit from an update. Updates that are not known to pay take at most
             half a percent of the serving time, that of so many requests to come included.
-        most_bytes: Most memory for text to learn from, residual included.
+        max_bytes: Most memory for text to learn from, residual included.
         seed: Seed of the sampled rows and anchors.
 
     Raises:
@@ -67,7 +67,7 @@ class AdaptationConfig:
     rows: int = 4
     num_anchors: int = 12
     horizon: int = 256
-    most_bytes: int = 256 * 2**20
+    max_bytes: int = 256 * 2**20
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class AdaptationConfig:
             "learning_rate": (isinstance(rate, number) and 0 < rate < math.inf, "a number of more than 0"),
             "share": (isinstance(share, number) and 0 < share <= 1, "a number of more than 0 and at most 1"),
         }
-        for name in ("every", "steps", "rows", "num_anchors", "horizon", "most_bytes"):
+        for name in ("every", "steps", "rows", "num_anchors", "horizon", "max_bytes"):
             value = getattr(self, name)
             fits[name] = type(value) is int and value >= 1, "a whole number of at least 1"
         for name, (is_right, expected) in fits.items():
@@ -93,23 +93,23 @@ class AdaptationConfig:
 
 class Sample(Observer):
     """Records the tokens of one generation, sampled or greedy, with their residual of some layers, and calls `ended`
-    with itself and the statistics. Of too many tokens for `most_bytes` the last ones are kept."""
+    with itself and the statistics. Of too many tokens for `max_bytes` the last ones are kept."""
 
     def __init__(
         self,
         layer_ids: Sequence[int],
-        most_bytes: int,
+        max_bytes: int,
         is_sampled: bool = False,
         ended: Callable[[Sample, SpeculationStats], None] | None = None,
     ) -> None:
-        self.target_layer_ids, self.most_bytes, self.is_sampled = list(layer_ids), most_bytes, is_sampled
+        self.target_layer_ids, self.max_bytes, self.is_sampled = list(layer_ids), max_bytes, is_sampled
         self._parts: deque[tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]] = deque()
         self._ended = ended
 
     def add_tokens(
         self, residual: torch.Tensor, position_ids: torch.Tensor, next_ids: torch.Tensor, is_written: bool
     ) -> None:
-        room = max(1, self.most_bytes // max(1, residual[0, 0].nbytes))  # of a long prompt
+        room = max(1, self.max_bytes // max(1, residual[0, 0].nbytes))  # of a long prompt
         self._parts.append((residual[0, -room:], position_ids[0, -room:], next_ids[0, -room:], is_written))
         left = sum(len(positions) for _, positions, *_ in self._parts)
         while left - len(self._parts[0][1]) >= room:
@@ -140,15 +140,15 @@ class ReplayBuffer:
     """The rows of the last generations, within a limit of memory, to learn from again; a few from all the time are
     held out and never learned from."""
 
-    def __init__(self, most_bytes: int, seed: int = 0) -> None:
-        self.most_bytes, self._random, self._times_held_out = most_bytes, random.Random(seed), 0
+    def __init__(self, max_bytes: int, seed: int = 0) -> None:
+        self.max_bytes, self._random, self._times_held_out = max_bytes, random.Random(seed), 0
         self.rows, self.held_out = list[Batch](), list[Batch]()
 
     def add(self, row: Batch) -> None:
         """Append a row, and drop the oldest rows if there are too many bytes."""
         self.rows.append(row)
         sizes = [sum(values.nbytes for values in each.values()) for each in self.rows]
-        while sum(sizes) > self.most_bytes and len(sizes) > 1:
+        while sum(sizes) > self.max_bytes and len(sizes) > 1:
             del sizes[0], self.rows[0]
 
     def hold_one_out(self, new: int) -> int:

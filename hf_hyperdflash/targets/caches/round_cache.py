@@ -22,19 +22,19 @@ from transformers.cache_utils import (
 from transformers.generation.utils import GenerationMixin
 
 from ..attention_masks import AttentionMask, attention_mask_for
-from ..compiled import CompiledForwards, keep_addresses, view_for
+from ..compiled import CompiledForwards, attended_for, keep_addresses
 from ..hooks import ResidualCapture
 from ..target import Target, TargetOutput
 from .name import CACHE
 
 # Arguments that are another in each round.
 _OWN = (CACHE, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "logits_to_keep")
-_GROWTH = 128  # columns that a dynamic layer gets at once: more would be memory for nothing
+_GROWTH = 64  # columns that a dynamic layer gets at once: more would be memory for nothing
 
 
 def is_of_plain_layers(cache: object) -> bool:
-    """Return whether the layers of a cache are all of attention, and transformers' own, so that a [`SlotCache`] can be
-    made of it. One that is offloaded layer by layer is to stay so."""
+    """Return whether all layers of a cache are transformers' own attention layers, so that a [`RoundCache`] can be
+    made of it. A cache that is offloaded layer by layer stays as it is."""
     known = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
     layers = getattr(cache, "layers", ())
     is_plain = bool(layers) and all(type(layer) in known and layer.is_initialized for layer in layers)
@@ -50,11 +50,11 @@ def write_columns(buffer: torch.Tensor, columns: torch.Tensor, states: torch.Ten
         buffer.scatter_(2, columns[:, None, :, None].expand_as(states), states)
 
 
-class SlotLayer(StaticLayer):
+class RoundLayer(StaticLayer):
     """A layer during the rounds of one or several sequences.
 
-    Token `t` of a sequence lies in slot `t % capacity`. Full attention has a slot for each token. A sliding window's
-    slots go round: there are as many as the window and a round need together, so that rejected drafts overwrite
+    Token `t` of a sequence lies in column `t % capacity`. Full attention has a column for each token. The columns of
+    a sliding window go round: the window and a round fit into them together, so that rejected drafts overwrite
     nothing that is still seen. To take drafts back is to count fewer tokens.
 
     Args:
@@ -67,8 +67,8 @@ class SlotLayer(StaticLayer):
         width: The most verification positions of a round.
 
     Attributes:
-        capacity: The number of slots.
-        attended: How many of them a round's attention reads, from the first on ([`SlotCache.begin`]).
+        capacity: The number of columns.
+        attended: How many of them a round's attention reads, from the first on ([`RoundCache.begin`]).
         columns: Where an eager round writes, the same in all sequences or `[batch, positions]`; `None` where the
             forward finds out itself.
     """
@@ -98,8 +98,8 @@ class SlotLayer(StaticLayer):
         self.device = layer.device
         # Tensors of their own over the same memory: transformers has marked its own, which a graph of packed weights
         # would keep for good, whatever cache comes next.
-        self.keys = self._in_slots(cast(torch.Tensor, layer.keys), lengths, layer).detach()
-        self.values = self._in_slots(cast(torch.Tensor, layer.values), lengths, layer).detach()
+        self.keys = self._in_columns(cast(torch.Tensor, layer.keys), lengths, layer).detach()
+        self.values = self._in_columns(cast(torch.Tensor, layer.values), lengths, layer).detach()
         if self.is_static:
             keep_addresses(self.keys, self.values)
         # So that no text is held twice: the stock layer's keys are a part of these until the end, and none of several
@@ -113,48 +113,50 @@ class SlotLayer(StaticLayer):
                 for states in (cast(torch.Tensor, layer.keys), cast(torch.Tensor, layer.values))
             )
 
-    def _in_slots(
+    def _in_columns(
         self, states: torch.Tensor, lengths: Sequence[int], layer: StaticLayer | DynamicLayer
     ) -> torch.Tensor:
-        """Return a layer's keys or values with each sequence's tokens in their slots."""
-        seen, slots = int(layer.get_seq_length()), states
+        """Return a layer's keys or values with each sequence's tokens in their columns."""
+        seen, columns = int(layer.get_seq_length()), states
         if self.is_static and not self.goes_round and min(lengths) == seen:
             return states
         held = min(seen, states.shape[2])  # columns, the last ones of the padded prompts
         if self.goes_round or not self.is_static:
             shape = *states.shape[:2], self.capacity, states.shape[3]
-            slots = torch.zeros(shape, dtype=states.dtype, device=self.device)  # an offloaded layer's states are not
+            columns = torch.zeros(shape, dtype=states.dtype, device=self.device)  # an offloaded layer's states are not
         for index, length in enumerate(lengths):
             kept = min(length, held, self.capacity)
-            own = torch.arange(length - kept, length, device=slots.device) % self.capacity
-            slots[index, :, own] = states[index, :, held - kept : held].to(slots.device, copy=slots is states)
-        return slots
+            own = torch.arange(length - kept, length, device=columns.device) % self.capacity
+            columns[index, :, own] = states[index, :, held - kept : held].to(columns.device, copy=columns is states)
+        return columns
 
     def make_room(self, longest: int, width: int) -> None:
-        """Let a dynamic layer have slots for a round.
+        """Let a dynamic layer have columns for a round.
 
         Args:
             longest: Tokens of the longest sequence before its anchor.
             width: Verification positions.
         """
-        pad, window = torch.nn.functional.pad, self.window or 0
+        window = self.window or 0
         more = (window - 1 if self.goes_round else longest) + width - self.capacity
         if self.is_static or more <= 0:
             return
-        keys, values = cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
         more += 0 if self.goes_round else _GROWTH
-        self.keys, self.values = pad(keys, (0, 0, 0, more)), pad(values, (0, 0, 0, more))
-        if self.goes_round:  # a tree is wider than was to be expected, and where a token lies depends on the capacity
-            for row, length in enumerate(self.starts.tolist()):
+        for name in ("keys", "values"):  # one after the other: no more than one of them is in memory twice
+            old = cast(torch.Tensor, getattr(self, name))
+            new = torch.nn.functional.pad(old, (0, 0, 0, more))
+            # A tree is wider than was to be expected, and where a token lies depends on the capacity.
+            for row, length in enumerate(self.starts.tolist() if self.goes_round else ()):
                 tokens = torch.arange(max(0, length - window + 1), length, device=self.device)
-                old, new = tokens % self.capacity, tokens % (self.capacity + more)
-                self.keys[row, :, new], self.values[row, :, new] = keys[row, :, old], values[row, :, old]
+                new[row, :, tokens % (self.capacity + more)] = old[row, :, tokens % self.capacity]
+            setattr(self, name, new)
+            if self._sharing is not None:
+                setattr(self._sharing, name, new[:, :, : cast(torch.Tensor, getattr(self._sharing, name)).shape[2]])
+            del old
         self.capacity += more
-        if self._sharing is not None:
-            self.give_back(self._sharing, int(self._sharing.get_seq_length()))
 
-    def _slots(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the slots of places of the round, 0 for the anchor's, `[batch, places]`."""
+    def _columns_at(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the columns of places of the round, 0 for the anchor's, `[batch, places]`."""
         return ((self.starts[:, None] + places) % self.capacity).to(self.device)
 
     def update(
@@ -164,7 +166,7 @@ class SlotLayer(StaticLayer):
         assert self.keys is not None and self.values is not None
         columns = self.columns
         if columns is None:
-            columns = self._slots(torch.arange(key_states.shape[2], device=self.starts.device))
+            columns = self._columns_at(torch.arange(key_states.shape[2], device=self.starts.device))
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             if isinstance(columns, slice):
                 buffer[:, :, columns] = states
@@ -172,18 +174,18 @@ class SlotLayer(StaticLayer):
                 write_columns(buffer, columns, states)
         return self.keys[:, :, : self.attended], self.values[:, :, : self.attended]
 
-    def move(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
-        """Move tokens to other slots, all at once: from `sources` `[batch, tokens]` to `slots`."""
+    def move(self, sources: torch.Tensor, columns: torch.Tensor) -> None:
+        """Move tokens to other columns, all at once: from `sources` `[batch, tokens]` to `columns`."""
         for buffer in (cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)):
             if len(buffer) == 1:
-                buffer.index_copy_(2, slots[0], buffer.index_select(2, sources[0]))
+                buffer.index_copy_(2, columns[0], buffer.index_select(2, sources[0]))
             else:
                 shape = *buffer.shape[:2], sources.shape[1], buffer.shape[3]
                 moved = buffer.gather(2, sources[:, None, :, None].expand(shape))
-                buffer.scatter_(2, slots[:, None, :, None].expand(shape), moved)
+                buffer.scatter_(2, columns[:, None, :, None].expand(shape), moved)
 
     def mask(self, visible: torch.Tensor, depths: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-        """Return which slots each verification position sees.
+        """Return which columns each verification position sees.
 
         Args:
             visible: Which positions it sees, boolean `[batch, positions, positions]`.
@@ -194,7 +196,7 @@ class SlotLayer(StaticLayer):
             Boolean `[batch, 1, positions, attended]`.
         """
         starts, count = self.starts[:, None], depths.shape[1]
-        # Of each slot: its place in the round, or the token of before the round that it holds.
+        # Of each column: its place in the round, or the token of before the round that it holds.
         place = (torch.arange(self.attended, device=starts.device) - starts) % self.capacity
         token = starts - self.capacity + place
         is_before, is_of_round = (place >= count) & (token >= 0), place < count
@@ -210,7 +212,7 @@ class SlotLayer(StaticLayer):
         return mask[:, None]
 
     def columns_of(self, visible: Sequence[int]) -> torch.Tensor:
-        """Return the slots of all tokens of the only sequence that a position sees, in the order of the text.
+        """Return the columns of all tokens of the only sequence that a position sees, in the order of the text.
 
         Args:
             visible: The positions of the round that it sees, its own last.
@@ -222,10 +224,10 @@ class SlotLayer(StaticLayer):
     def give_back(self, layer: StaticLayer | DynamicLayer, length: int) -> None:
         """Make the stock layer, which this one was made of, hold the `length` tokens of the only sequence."""
         keys, values = cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
-        most = length
+        max_positions = length
         if self.goes_round:
-            most = layer.max_cache_len if isinstance(layer, StaticLayer) else cast(int, self.window) - 1
-            last = torch.arange(length - min(length, most), length, device=self.device) % self.capacity
+            max_positions = layer.max_cache_len if isinstance(layer, StaticLayer) else cast(int, self.window) - 1
+            last = torch.arange(length - min(length, max_positions), length, device=self.device) % self.capacity
             keys, values = keys[:, :, last], values[:, :, last]
         if not isinstance(layer, StaticLayer):
             layer.keys, layer.values = keys[:, :, :length], values[:, :, :length]
@@ -247,7 +249,7 @@ class SlotLayer(StaticLayer):
         return int(self.starts.max())
 
 
-class SlotCache(Cache):
+class RoundCache(Cache):
     """A cache during the rounds of one or several sequences.
 
     Args:
@@ -262,13 +264,13 @@ class SlotCache(Cache):
         capture: Of the residual streams of a compiled forward.
     """
 
-    layers: list[SlotLayer]  # type: ignore[assignment]
+    layers: list[RoundLayer]  # type: ignore[assignment]
 
     def __init__(self, cache: Cache, windows: Sequence[int | None], lengths: Sequence[int], width: int) -> None:
         self.stock, self.is_of_one = cache, len(lengths) == 1
         self.starts = torch.tensor(lengths, device=cast(StaticLayer, cache.layers[0]).device)
         layers = [
-            SlotLayer(cast(StaticLayer, layer), window, lengths, self.starts, width)
+            RoundLayer(cast(StaticLayer, layer), window, lengths, self.starts, width)
             for layer, window in zip(cache.layers, windows)
         ]
         super().__init__(layers=[*layers])
@@ -280,7 +282,7 @@ class SlotCache(Cache):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What a compiled forward depends on: the sequences, the slots of each kind of layer, and what it captures."""
+        """What a compiled forward depends on: sequences, columns of each kind of layer, captured layers."""
         captured = self.capture and tuple(self.capture.layer_ids)
         sizes = {each.window: (each.capacity, each.attended) for each in self.layers}
         return len(self.starts), captured, *sizes.items()
@@ -307,13 +309,13 @@ class SlotCache(Cache):
                 layer.columns = slice(first, first + width)
             else:
                 if layer.capacity not in columns:
-                    columns[layer.capacity] = layer._slots(places)
+                    columns[layer.capacity] = layer._columns_at(places)
                 layer.columns = columns[layer.capacity].to(layer.device)
 
     def masks(
         self, visible: torch.Tensor, depths: torch.Tensor, real: torch.Tensor | None
     ) -> dict[int | None, torch.Tensor]:
-        """Return which slots each verification position sees, by the window of the layers; see [`SlotLayer.mask`]."""
+        """Return by the layers' window which columns each verification position sees; see [`RoundLayer.mask`]."""
         by_window = {layer.window: layer for layer in self.layers}
         return {window: layer.mask(visible, depths, real) for window, layer in by_window.items()}
 
@@ -343,7 +345,7 @@ class CausalMasks:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._most_queries, self._most_past = device, 0, 0
+        self._device, self._max_queries, self._max_past = device, 0, 0
         self._whole = torch.empty(0)
 
     def __call__(self, past: int, queries: int) -> torch.Tensor:
@@ -353,14 +355,14 @@ class CausalMasks:
             past: How many keys there are of the tokens before.
             queries: The number of positions.
         """
-        if queries > self._most_queries or past > self._most_past:
-            rows, before = max(queries, self._most_queries), 2 * past
+        if queries > self._max_queries or past > self._max_past:
+            rows, before = max(queries, self._max_queries), 2 * past
             self._whole = torch.ones(1, 1, rows, before + rows, dtype=torch.bool, device=self._device).tril(before)
-            self._most_queries, self._most_past = rows, before
-        return self._whole[:, :, :queries, self._most_past - past : self._most_past + queries]
+            self._max_queries, self._max_past = rows, before
+        return self._whole[:, :, :queries, self._max_past - past : self._max_past + queries]
 
 
-class SlotForward:
+class RoundForward:
     """Runs a target over the anchors and drafts of sequences in a dynamic or static cache.
 
     Args:
@@ -369,13 +371,13 @@ class SlotForward:
         lengths: Tokens of each sequence's prompt.
         longest: The most tokens of a sequence that will be in the cache.
         masks: Which of them are no padding, `[1, tokens]` each; `None` if all are.
-        most: The most verification positions of a round.
+        max_positions: The most verification positions of a round.
         is_fixed: Whether almost all rounds have so many.
         compiled: Runs compiled forwards; `None` for eager ones.
         capture: Of the residual streams.
 
     Attributes:
-        room: The most tokens of a sequence that the cache has slots for.
+        max_tokens: Of a sequence, for which the cache has columns.
         rows: Of each sequence, its place in the cache. Compiled, those that have ended keep theirs: the shapes stay.
     """
 
@@ -386,13 +388,13 @@ class SlotForward:
         lengths: Sequence[int],
         longest: int,
         masks: Sequence[torch.Tensor | None],
-        most: int,
+        max_positions: int,
         is_fixed: bool,
         compiled: CompiledForwards | None,
         capture: ResidualCapture,
     ) -> None:
         self.target, self.compiled, self.capture = target, compiled, capture
-        self.most, self.is_fixed = most, is_fixed
+        self.max_positions, self.is_fixed = max_positions, is_fixed
         # A text that fits in fewer static columns than the window never leaves it. A longer text slides through
         # these columns, as in plain decoding.
         columns = [getattr(layer, "max_cache_len", sys.maxsize) for layer in cache.layers]
@@ -400,8 +402,8 @@ class SlotForward:
             None if window is None or longest <= count < window else min(window, count)
             for window, count in zip(target.windows, columns)
         ]
-        self.cache = SlotCache(cache, windows, lengths, most)
-        self.room = sys.maxsize if self.cache.capacity is None else self.cache.capacity
+        self.cache = RoundCache(cache, windows, lengths, max_positions)
+        self.max_tokens = sys.maxsize if self.cache.capacity is None else self.cache.capacity
         self._is_static = self.cache.layers[0].is_static
         self.rows = list(range(len(lengths)))
         self._chains: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -421,8 +423,8 @@ class SlotForward:
         return len(self.cache.starts)
 
     def free(self, longest: int) -> int:
-        """Return how many drafts a round has slots for whose longest sequence has so many tokens."""
-        return min(self.room - longest, self.most - 1) if self._is_static else sys.maxsize
+        """Return how many drafts a round has columns for whose longest sequence has so many tokens."""
+        return min(self.max_tokens - longest, self.max_positions - 1) if self._is_static else sys.maxsize
 
     @property
     def index(self) -> torch.Tensor:
@@ -438,8 +440,8 @@ class SlotForward:
         """
         if self.compiled is None:
             return positions
-        width = self.most if self.is_fixed else min(1 << (positions - 1).bit_length(), self.most)
-        return width if longest + width <= self.room else positions
+        width = self.max_positions if self.is_fixed else min(1 << (positions - 1).bit_length(), self.max_positions)
+        return width if longest + width <= self.max_tokens else positions
 
     def chains(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the distance of each position from the anchor, `[batch, width]`, and which positions it sees, boolean
@@ -491,18 +493,18 @@ class SlotForward:
             cache_name = next((name for name, value in kwargs.items() if value is self.cache), CACHE)  # may be its own
         kwargs = {name: value for name, value in kwargs.items() if name not in (*_OWN, cache_name)}
         if self.compiled is not None:
-            self.cache.begin(longest, count, view_for(longest + count))
+            self.cache.begin(longest, count, attended_for(longest + count))
             self.cache.capture = self.capture
             inputs = self.cache, cache_name, self.target, ids, position_ids, depths, visible, self.real, kwargs
-            return self.compiled(choose_over_slots, *inputs)
+            return self.compiled(run_and_choose, *inputs)
         self.cache.begin(longest, count)
         masks = self._masks(depths, visible, longest, is_chain)
-        return run_over_slots(self.cache, cache_name, self.target, ids, position_ids, masks, kwargs), None
+        return run_target(self.cache, cache_name, self.target, ids, position_ids, masks, kwargs), None
 
     def _masks(
         self, depths: torch.Tensor, visible: torch.Tensor, longest: int, is_chain: bool
     ) -> dict[int | None, torch.Tensor]:
-        """Return which slots each position of an eager round sees, by the window of the layers."""
+        """Return which columns each position of an eager round sees, by the window of the layers."""
         end = longest + depths.shape[1]
         windows = {layer.window for layer in self.cache.layers}
         # A chain whose text has left no window yet sees all that is before: a view of a mask that is made once.
@@ -533,9 +535,9 @@ class SlotForward:
                 old[row][: len(path)] = path
             moves = self.cache, torch.tensor(old, device=starts.device), self.chains(width)[0]
             if self.compiled is None:
-                move_in_slots(*moves)
+                move_columns(*moves)
             else:
-                self.compiled(move_in_slots, *moves)
+                self.compiled(move_columns, *moves)
         starts += counts[0] if self.size == 1 else torch.tensor(counts, device=starts.device)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -547,8 +549,8 @@ class SlotForward:
             self.rows = list(range(len(self.rows)))
 
 
-def run_over_slots(
-    cache: SlotCache,
+def run_target(
+    cache: RoundCache,
     cache_name: str,
     target: Target,
     ids: torch.Tensor,
@@ -564,7 +566,7 @@ def run_over_slots(
         target: The target.
         ids: Anchors and drafts, `[batch, positions]`.
         position_ids: True positions, `[..., batch, positions]`.
-        visible: Which slots each position sees, by the window of the layers.
+        visible: Which columns each position sees, by the window of the layers.
         kwargs: Other arguments of the target.
     """
     implementation = target.config._attn_implementation
@@ -575,8 +577,8 @@ def run_over_slots(
     return target.model(input_ids=ids, return_dict=True, **inputs)
 
 
-def choose_over_slots(
-    cache: SlotCache,
+def run_and_choose(
+    cache: RoundCache,
     cache_name: str,
     target: Target,
     ids: torch.Tensor,
@@ -586,18 +588,18 @@ def choose_over_slots(
     real: torch.Tensor | None,
     kwargs: dict[str, object],
 ) -> tuple[TargetOutput, torch.Tensor]:
-    """Do the same, with the masks and the choices of greedy rounds in the same graph; see [`SlotForward.__call__`]."""
+    """Run the target, with the masks and the choices of greedy rounds in one graph; see [`RoundForward.__call__`]."""
     masks = cache.masks(visible, depths, real)
-    outputs = run_over_slots(cache, cache_name, target, ids, position_ids, masks, kwargs)
+    outputs = run_target(cache, cache_name, target, ids, position_ids, masks, kwargs)
     choices = outputs.logits.to(ids.device, torch.float32).argmax(-1)
     return outputs, torch.cat([ids, choices], dim=-1)
 
 
-def move_in_slots(cache: SlotCache, old: torch.Tensor, new: torch.Tensor) -> None:
+def move_columns(cache: RoundCache, old: torch.Tensor, new: torch.Tensor) -> None:
     """Move tokens to other places of the round, all at once: from `old` `[batch, places]` to `new`, in all layers."""
     known: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
     for layer in cache.layers:
         key = layer.capacity, layer.device
         if key not in known:
-            known[key] = layer._slots(old), layer._slots(new)
+            known[key] = layer._columns_at(old), layer._columns_at(new)
         layer.move(*known[key])

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     DeepseekV4Config,
+    GenerationConfig,
     GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -29,6 +30,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.hub import extract_commit_hash
 
 from ..decoding.request import Pair
 from ..drafters.saved import SavedDrafter
@@ -98,8 +100,39 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
                 saved_in = config.get_text_config(decoder=True).dtype or config.dtype
                 warn_of_float16(name, saved_in, named_dtype(chosen))
             target = _load_with(config, name, {**kwargs, "trust_remote_code": trust_remote_code})
+    _note_commit(target.config, name, where)
     logger.info("`hf-hyperdflash drafters %s` lists the drafters that are published for it.", name)
     return target.eval()
+
+
+def unloaded_target(name: str, *, trust_remote_code: bool = False, **where: Any) -> PreTrainedModel:
+    """Return a target on the meta device: its configuration, sizes and names without weights, and the tokens that end
+    its texts."""
+    name, where = name_in_gguf(*resolve_subfolder(name, where))
+    with readable(name):
+        if "gguf_file" in where:
+            config = read_gguf_config(name, where)
+        else:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
+        with torch.device("meta"):
+            target: PreTrainedModel = _class_of(config).from_config(config, trust_remote_code=trust_remote_code)
+        if "gguf_file" in where:
+            settle_target(target, name, where)
+        else:
+            with suppress(OSError):  # a checkpoint may have none
+                target.generation_config = GenerationConfig.from_pretrained(name, **where)
+    target.config._name_or_path = str(Path(name, where["gguf_file"])) if "gguf_file" in where else name
+    _note_commit(target.config, name, where)
+    return target.eval()
+
+
+def _note_commit(config: PreTrainedConfig, name: str, where: dict[str, Any]) -> None:
+    """Note the commit of a repository on the Hub, which transformers 5.20 and later do not."""
+    if not Path(name).exists() and getattr(config, "_commit_hash", None) is None:
+        file = where.get("gguf_file") or "config.json"
+        rest = {option: value for option, value in where.items() if option not in ("gguf_file", "code_revision")}
+        with suppress(OSError):
+            config._commit_hash = extract_commit_hash(cached_file(name, file, **rest), None)
 
 
 def _load_with(config: PreTrainedConfig, name: str | Path, options: dict[str, Any]) -> PreTrainedModel:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save
 from .identity import Identity, check_identity, identity_key, token_bytes
 from .part_file import ID_TYPE, part_path, sha256, write_atomically
 
-FORMAT, LISTS = 4, "features*.json"
+FORMAT, LISTS, READER = 4, "features*.json", "reader.json"
 
 
 class Part(NamedTuple):
@@ -192,3 +192,29 @@ def check_joined(lists: Sequence[PartList]) -> None:
                 f"first {one} and {two}, because their lists group the rows differently. Remove {each.path.name}, or "
                 "use another directory for it."
             )
+
+
+# Training beside the producers
+
+
+class Reader(NamedTuple):
+    """What a training that deletes parts says to those who make them."""
+
+    list_name: str = ""  # of the list that it follows
+    first: int = 0  # the first part that it still needs; those before it, but the first `pinned`, are deleted
+    pinned: int = 0  # parts with held-out rows, which stay
+    gigabytes: float | None = None  # what the folder may hold
+    is_over: bool = False
+
+
+def read_reader(directory: Path, path: Path) -> Reader:
+    """Return what a training that follows a list says; the default if there is none."""
+    try:
+        reader = Reader(**json.loads((directory / READER).read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        return Reader()
+    return reader if reader.list_name == path.name else Reader()
+
+
+def write_reader(directory: Path, reader: Reader) -> None:
+    write_atomically(directory / READER, json.dumps(reader._asdict()).encode())

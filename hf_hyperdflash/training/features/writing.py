@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -28,7 +28,7 @@ from ..runs.progress import progress_bar
 from .identity import Identity, check_identity, identity_key
 from .locking import claim, one_at_a_time
 from .part_file import SPACE_ADVICE, encode, part_name, row_digest, save_part
-from .parts import Part, list_path, part_bytes, part_defect, read_lists, write_list
+from .parts import Part, Reader, list_path, part_bytes, part_defect, read_lists, read_reader, write_list
 
 if TYPE_CHECKING:
     import datasets
@@ -38,7 +38,9 @@ Row = dict[str, torch.Tensor]
 
 SHARD_SIZE = 256 * 2**20  # the work that a killed call may lose
 _RESERVED_BYTES = 64 * 2**20  # stays free on the disk: for file headers, the list, and other programs
-_POLL = 0.2  # seconds between two looks at what others do
+_POLL, _TELL_AGAIN = 0.2, 60  # seconds between two looks at what others do, and two lines about it
+_LOOK_AHEAD = 4096  # parts that may be claimed at a time
+_OTHERS = "Waiting for parts that other processes make."
 _COLUMNS = ("input_ids", "loss_mask", "position_ids")
 
 
@@ -123,10 +125,27 @@ class FeatureWriter:
     Rows are map-style, one per training sequence: `input_ids`, `loss_mask` (0 or 1) and `position_ids` (counting from
     0 in every packed document), lists of integers of one length. A `ValueError` says what does not fit: rows, or what
     is in the folder.
+
+    Args:
+        directory: The folder.
+        rows: The rows, in the order in which training is to read them.
+        producer: What makes the parts.
+        shard_size: Bytes of a new part, unless the producer says how many rows it has; a longer row has its own.
+        share: `(3, 8)` makes the third of eight shares of the parts alone, the others are made elsewhere.
+        gigabytes: What the folder may hold, while a training deletes parts ([`Reader`]) that it is done with.
     """
 
-    def __init__(self, directory: Path, rows: Rows, producer: Producer, shard_size: int = SHARD_SIZE) -> None:
-        self.directory, self.producer, self.shard_size = directory, producer, shard_size
+    def __init__(
+        self,
+        directory: Path,
+        rows: Rows,
+        producer: Producer,
+        shard_size: int = SHARD_SIZE,
+        share: tuple[int, int] = (1, 1),
+        gigabytes: float | None = None,
+    ) -> None:
+        self.directory, self.producer, self.shard_size, self.share = directory, producer, shard_size, share
+        self.gigabytes = gigabytes
         self.rows: Any = rows.with_format("numpy") if hasattr(rows, "with_format") else rows
         if not hasattr(rows, "__len__") or not len(rows):
             found = "empty" if hasattr(rows, "__len__") else f"a {type(rows).__name__} of unknown length"
@@ -143,7 +162,8 @@ class FeatureWriter:
         self.masks = torch.cat(masks)
         self._is_stopped = threading.Event()
         self._mutex = threading.Lock()
-        self._busy: set[int] = set()
+        self._busy: set[int] = set()  # parts that threads of this process make
+        self._claimed_elsewhere: dict[int, float] = {}  # when that was seen
         self.plan()
 
     def plan(self) -> None:
@@ -163,6 +183,8 @@ class FeatureWriter:
         self.first_rows = list(accumulate((part.rows for part in self.parts), initial=0))
         self.key = identity_key(self.identity)
         self.list_path = list_path(self.directory, self.identity, self.parts, self.masks)
+        sizes = (part_bytes(self.identity, part.rows, part.tokens) for part in self.parts)
+        self._starts = list(accumulate(sizes, initial=0))  # bytes before each part, and of all
 
     def _read_columns(self, i: int) -> Row:
         row = self.rows[i]
@@ -204,8 +226,10 @@ class FeatureWriter:
         return parts
 
     def missing(self) -> list[int]:
-        """Return the numbers of the parts that are not there, damaged, or of another identity."""
-        return [i for i, part in enumerate(self.parts) if part_defect(part.path(self.directory), self.key)]
+        """Return the numbers of the parts that this call has to make: not there, damaged, or of another identity."""
+        reader, (share, shares) = read_reader(self.directory, self.list_path), self.share
+        numbers = (i for i in range(share - 1, len(self.parts), shares) if not _is_trained(i, reader))
+        return [i for i in numbers if part_defect(self.parts[i].path(self.directory), self.key)]
 
     def complete(self) -> None:
         """Write the list and have all missing parts made, here or by others that are at work in the folder.
@@ -226,30 +250,57 @@ class FeatureWriter:
             for earlier in read_lists(self.directory):  # all of whose parts are in this list
                 if earlier.path != self.list_path:
                     earlier.delete()
-        self._left = dict.fromkeys(missing)
+        self._left, self._began, self._made = dict.fromkeys(missing), time.monotonic(), 0
+        self._tokens_done = 0
         total = sum(self.parts[i].tokens for i in missing)
         with progress_bar(total=total, unit="token", unit_scale=True, desc="Feature cache", disable=None) as self._bar:
             if self.producer.concurrency == 1:
                 self._work()
-            else:
-                with ThreadPoolExecutor(self.producer.concurrency) as pool:
+                return
+            with ThreadPoolExecutor(self.producer.concurrency) as pool:
+                try:
                     for thread in [pool.submit(self._work) for _ in range(self.producer.concurrency)]:
                         thread.result()
+                finally:  # of Ctrl-C, too: no thread begins another part
+                    self._is_stopped.set()
 
     def _check_space(self, missing: Sequence[int]) -> None:
         """Print how large the cache is, and refuse a disk without space for it."""
-        sizes = [part_bytes(self.identity, part.rows, part.tokens) for part in self.parts]
+        sizes = [stop - start for start, stop in pairwise(self._starts)]
         needed, free = sum(sizes[i] for i in missing), shutil.disk_usage(self.directory).free
+        limit = f", at most {decimal(self._limit)} at a time" if (self._limit or needed) < needed else ""
         print(
             f"Feature cache in {self.directory}: {len(self.rows):,} rows, {sum(self.lengths):,} tokens, "
             f"{decimal(sum(sizes))} as {self.identity['dtype']}. To be written: "
-            f"{decimal(needed)}, free on the disk: {decimal(free)}."
+            f"{decimal(needed)}{limit}, free on the disk: {decimal(free)}."
         )
+        if self._limit and max(sizes) > self._limit:
+            raise ValueError(
+                f"`feature_gigabytes` is {self._limit / 1e9:g}, and a part of the features takes up to "
+                f"{decimal(max(sizes))}: allow more."
+            )
+        needed = min(needed, self._limit or needed)
         if free < needed + _RESERVED_BYTES:
             raise ValueError(
                 f"The feature cache needs {decimal(needed)} more in {self.directory}, where {decimal(free)} are free "
                 f"({decimal(_RESERVED_BYTES)} stay reserved). {SPACE_ADVICE}"
             )
+
+    @property
+    def _limit(self) -> int | None:
+        """The bytes that the folder may hold, as this call or the training beside it says."""
+        given = (self.gigabytes, read_reader(self.directory, self.list_path).gigabytes)
+        return min((int(each * 1e9) for each in given if each is not None), default=None)
+
+    def _fits(self, i: int, reader: Reader) -> bool:
+        """Return whether a part may be made now: all from the first that training needs up to this one can be in the
+        folder at once. So everybody knows without counting files, and the next part that training needs always
+        fits."""
+        limit = self._limit
+        if limit is None or i < reader.pinned:
+            return True
+        first = max(reader.first, reader.pinned)
+        return self._starts[reader.pinned] + self._starts[i + 1] - self._starts[first] <= limit
 
     # The work of one thread
 
@@ -271,38 +322,70 @@ class FeatureWriter:
         self.producer.make(Job(part, path, self.identity, rows, first, self._bar.update))
         if defect := part_defect(path, self.key):
             raise OSError(f"The part {path} was made, and is {defect}.")
+        with self._mutex:
+            self._made += 1
+            self._tokens_done += part.tokens
+            if self._made == self.producer.concurrency:  # each thread has made one
+                speed = self._tokens_done / (time.monotonic() - self._began)
+                left = sum(self.parts[number].tokens for number in self._left) - part.tokens
+                print(
+                    f"{speed:,.0f} tokens a second here: {_duration(left / speed)} for the other {left:,}, if nobody "
+                    "helps and nothing waits.",
+                    flush=True,
+                )
 
     @contextmanager
     def _claimed(self) -> Iterator[int | None]:
         """Claim the first part that nobody makes, and yield its number; `None` once all are there, or this process
         makes the others. Wait for those that others make: if they die, the parts have to be made here."""
-        waits_since = 0.0
+        told, told_at = "", 0.0
         while not self._is_stopped.is_set():
-            is_waiting = False
+            reader, why = read_reader(self.directory, self.list_path), ""
             with self._mutex:
-                candidates = [i for i in self._left if i not in self._busy]
-            for i in candidates:
+                first = list(islice(self._left, _LOOK_AHEAD))
+            for i in first:
                 path = self.parts[i].path(self.directory)
                 with self._mutex:
-                    if i in self._busy or i not in self._left:
+                    if i in self._busy or i not in self._left:  # another thread's
+                        continue
+                    if _is_trained(i, reader) or not part_defect(path, self.key):
+                        del self._left[i]
+                        continue
+                    if not self._fits(i, reader):
+                        why = (
+                            f"Training needs part {reader.first + 1} of {len(self.parts)} next: waiting until it has "
+                            f"deleted some, because the folder holds {decimal(self._limit or 0)} at most."
+                        )
+                        break
+                    if time.monotonic() - self._claimed_elsewhere.get(i, -_POLL) < _POLL:
+                        why = why or _OTHERS
                         continue
                     self._busy.add(i)
                 try:
                     with claim(path) as is_ours:
-                        if not part_defect(path, self.key):
-                            self._left.pop(i, None)
-                        elif is_ours:
+                        if not is_ours:
+                            self._claimed_elsewhere[i], why = time.monotonic(), why or _OTHERS
+                        elif part_defect(path, self.key):  # as it was before the claim
                             yield i
                             self._left.pop(i, None)
                             return
-                        else:
-                            is_waiting = True
                 finally:
                     self._busy.discard(i)
-            if not is_waiting:
+            if why and reader.is_over:
+                print(f"Training is over: {len(self._left)} parts are not made.", file=sys.stderr, flush=True)
+                why = ""
+            if not why:
                 break
-            if not waits_since:
-                print(f"Waiting for {len(self._left)} parts that other processes make.", file=sys.stderr, flush=True)
-                waits_since = time.monotonic()
+            if why != told or time.monotonic() - told_at > _TELL_AGAIN:
+                print(why, file=sys.stderr, flush=True)
+                told, told_at = why, time.monotonic()
             time.sleep(_POLL)
         yield None
+
+
+def _is_trained(i: int, reader: Reader) -> bool:
+    return reader.pinned <= i < reader.first
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"

@@ -29,6 +29,7 @@ from hf_hyperdflash.targets.hooks import EMBEDDINGS
 from hf_hyperdflash.training.endpoint import Endpoint
 from hf_hyperdflash.training.features.engine import EngineProducer
 from hf_hyperdflash.training.features.identity import feature_identity
+from hf_hyperdflash.training.features.part_file import row_digest
 from hf_hyperdflash.training.features.store import FeatureCache
 from hf_hyperdflash.training.features.writing import FeatureWriter, TargetProducer
 
@@ -148,7 +149,7 @@ def test_states_are_the_targets(served, tmp_path, dtype, layers, tolerance):
 
 
 def test_several_ask_at_once(served, tmp_path):
-    """Two processes' worth of clients with other rows, somebody who asks for texts, and one who hangs up."""
+    """Two clients that share the parts, somebody who asks for texts, and one who hangs up."""
     rows = some_rows(*range(40, 120, 2))
     asked = threading.Event()
 
@@ -159,9 +160,10 @@ def test_several_ask_at_once(served, tmp_path):
     others = threading.Thread(target=ask_for_texts)
     others.start()
     with socket.create_connection(("127.0.0.1", int(served.port))) as gone:
-        body = json.dumps({"model": "served", "prompt": [3] * 400, "max_tokens": 90}).encode()
+        wanted = {"model": "served", "prompt": [3] * 400, "max_tokens": 90, "kv_transfer_params": {"features": GOOD}}
+        body = json.dumps(wanted).encode()
         head = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
-        gone.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", body]).encode())
+        gone.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body)
     try:
         writers = [FeatureWriter(served.directory, rows, served.producer()) for _ in range(2)]
         threads = [threading.Thread(target=writer.complete) for writer in writers]
@@ -186,13 +188,14 @@ def test_parts_of_several_rows_are_joined(served, tmp_path):
     assert part.exists() and not list(served.directory.glob("*.piece"))
 
 
-GOOD = {"cache": "ab" * 32, "row": 0, "digest": "0f" * 16, "layers": [-1], "dtype": "float32"}
+IDS = torch.tensor([5, 6, 7])
+GOOD = {"cache": "ab" * 32, "row": 0, "digest": row_digest(IDS, torch.arange(3)), "layers": [-1], "dtype": "float32"}
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({}, "came as 3 tokens with the digest"),
+        ({"digest": "0f" * 16}, "came as 3 tokens with the digest"),
         ({"cache": "../../escaped"}, "`cache` is '../../escaped'"),
         ({"digest": "../escaped"}, "`digest` is '../escaped'"),
         ({"piece_of": "../escaped"}, "`piece_of` is '../escaped'"),
@@ -202,9 +205,9 @@ GOOD = {"cache": "ab" * 32, "row": 0, "digest": "0f" * 16, "layers": [-1], "dtyp
 )
 def test_what_no_client_sends_writes_nothing(served, wrong, words):
     before = sorted(served.directory.parent.rglob("*"))
-    answer = served.post(prompt=[5, 6, 7], kv_transfer_params={"features": {**GOOD, **wrong}})
+    answer = served.post(prompt=IDS.tolist(), kv_transfer_params={"features": {**GOOD, **wrong}})
     assert words in answer["kv_transfer_params"]["features"]["error"]
-    assert sorted(served.directory.parent.rglob("*")) == before and "\n" not in words
+    assert sorted(served.directory.parent.rglob("*")) == before
 
 
 def test_other_servers_are_refused(served, tmp_path, dense_pair):

@@ -15,6 +15,7 @@ from ..version import __version__
 from .answers import answers
 from .calibrate import calibrate
 from .drafters import drafters
+from .features import features
 from .generate import generate
 from .measure import benchmark, doctor, sweep
 from .share import card, export, push
@@ -32,6 +33,7 @@ _STOPPED = 130  # a shell's exit status for Ctrl-C
 _AFTERWARDS = {
     "answers": " The same command goes on where it stopped.",
     "benchmark": " The same command goes on where it stopped.",
+    "features": " The same command goes on where it stopped.",
     "sweep": " The same command goes on where it stopped.",
     "train": " The same command with --resume_from_checkpoint True goes on from the last checkpoint, if one was "
     "saved.",
@@ -117,8 +119,8 @@ def main(
 
 _ANY = {"add_help_option": False, "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 # In the order in which they are listed.
-for command in (generate, drafters, answers, train, calibrate, card, doctor, export, push, benchmark, sweep):
-    more: dict[str, Any] = _ANY if command is train else {}
+for command in (generate, drafters, answers, features, train, calibrate, card, doctor, export, push, benchmark, sweep):
+    more: dict[str, Any] = _ANY if command in (features, train) else {}
     app.command(help=" ".join(str(command.__doc__).split()), **more)(command)
 
 

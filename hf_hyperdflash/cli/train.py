@@ -21,15 +21,19 @@ def train(context: typer.Context) -> None:
         return
     if os.environ.get("RANK", "0") == "0":  # of several processes, the first
         print("Loading PyTorch and transformers ...", file=sys.stderr)
-    # What the run reads, by its flags; the stage's dataset if none is named.
+    use_cache_if_offline(*named_sources(context.args))
+    from ..training.script import main
+
+    main(context.args, context.command_path)
+
+
+def named_sources(arguments: list[str]) -> list[str]:
+    """Return what a run reads, by its flags; the stage's dataset if none is named."""
     sources, flag, flags = list[str](), "", set[str]()
-    for part in context.args:
+    for part in arguments:
         if part.startswith("--"):
             flag, _, part = part.partition("=")
             flags.add(flag)
         if part and flag in _SOURCES:
             sources.append(part)
-    use_cache_if_offline(*sources, *([] if "--dataset" in flags else ["the stage's dataset"]))
-    from ..training.script import main
-
-    main(context.args, context.command_path)
+    return sources if "--dataset" in flags else [*sources, "the stage's dataset"]

@@ -50,6 +50,12 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
         feature_cache_dir: The folder of `"cached"` residuals, which all processes see; `<output_dir>/_features` by
             default. A complete cache of the same data and target is used as it is.
         feature_dtype: Their number format: `"bfloat16"`, `"float32"`, or `"float8"` with a scale per token and stream.
+        feature_retention: `None` writes a cache that is not there yet before training. `"keep"` and `"delete"` train
+            on a folder that `hf-hyperdflash features` fills meanwhile, row by row in its order in the first epoch, and
+            wait for it. With `"delete"`, which is for one epoch, parts that have been trained on are deleted once a
+            checkpoint is past them.
+        feature_gigabytes: What the folder may hold with `"delete"`: those who fill it wait, and checkpoints are
+            written as often as that needs. No limit by default.
         max_length: Longest row in tokens, at most the target's number of positions; that number, or 4096 if it is
             larger, by default. Longer conversations are cut such that assistant text stays.
         packing: Whether to put several conversations into one row. The target still runs each alone, and blocks see

@@ -39,10 +39,11 @@ _LEAST = {  # of whole numbers
     "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
     "kl_positions": 1, "num_anchors": 1, "loss_chunk_size": 1, "max_length": 2, "max_steps": 1, "seed": 0,
     "dataloader_num_workers": 0, "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1,
-    "intermediate_size": 1, "draft_vocab_size": 0, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1,
+    "intermediate_size": 1, "draft_vocab_size": 0, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1, "check": 0,
+    "batch_size": 1, "concurrency": 1,
 }  # fmt: skip
 _NOT_NEGATIVE = (*LOSS_WEIGHTS, "rank_weight", "learning_rate", "weight_decay")
-_POSITIVE = ("kl_temperature", "loss_decay", "num_train_epochs", "save_steps")
+_POSITIVE = ("kl_temperature", "loss_decay", "num_train_epochs", "save_steps", "feature_gigabytes")
 _BELOW_1 = ("adam_beta1", "adam_beta2")
 
 
@@ -50,7 +51,7 @@ def _flag(default: _T, help: str, **choices: Sequence[object]) -> _T:
     return field(default=default, metadata={"help": help, **choices})
 
 
-def check_fields(given: TrainingFlags | ScriptArguments, dashes: str = "") -> None:
+def check_fields(given: TrainingFlags | ScriptArguments | FeatureFlags, dashes: str = "") -> None:
     """Raise a `ValueError` if a field is none of its choices, or out of its range. Each may keep its default."""
     for each in fields(given):
         name, value = each.name, getattr(given, each.name)
@@ -132,6 +133,12 @@ class TrainingFlags:
     feature_dtype: str = _flag(
         "bfloat16", "Number format of cached features.", choices=("float32", "bfloat16", "float8")
     )
+    feature_retention: str | None = _flag(
+        None,
+        "Train beside `hf-hyperdflash features`, which fills the folder, and keep or delete what has been trained on.",
+        choices=("keep", "delete"),
+    )
+    feature_gigabytes: float | None = _flag(None, "What the folder may hold with `delete`; unset for no limit.")
     max_length: int | None = _flag(None, "Longest row in tokens; unset for 4096, or the target's positions if fewer.")
     packing: bool = _flag(False, "Lay several conversations in one row.")
 
@@ -257,6 +264,53 @@ class ScriptArguments:
         return {name: value for name, value in given.items() if value is not None} | self.window_field()
 
 
+@dataclass
+class FeatureFlags:
+    """The flags of `hf-hyperdflash features` alone."""
+
+    output: str = field(metadata={"help": "the folder of the features; a stopped run continues there"})
+    part: str | None = _flag(
+        None, "make this share of the parts alone, 3/8 for the third of eight, here or on another machine; folders "
+        "are joined by putting their files into one",
+    )  # fmt: skip
+    check: int = _flag(0, "rows that are computed again here and compared")
+    batch_size: int = _flag(8, "documents that the target runs over at once")
+    endpoint: str | None = _flag(
+        None, "a vLLM server with our connector, which makes the features instead of a target here; what it serves is "
+        "`--target`, unless that is given; for another server the error has the command that starts one",
+    )  # fmt: skip
+    served_model: str | None = _flag(None, "the model's name there; unset for its only one")
+    concurrency: int = _flag(64, "rows that the server is asked for at once")
+
+    def __post_init__(self) -> None:
+        check_fields(self, "--")
+        self.share  # noqa: B018  # refuses what is none
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """The share of `part`: its number and how many there are."""
+        number, _, shares = (self.part or "1/1").partition("/")
+        if not (number.isdecimal() and shares.isdecimal() and 1 <= int(number) <= int(shares)):
+            raise ValueError(f"`--part` is {self.part!r}, expected a share: 3/8 is the third of eight.")
+        return int(number), int(shares)
+
+
+# Of `train`'s flags those that `features` has, too: with the same ones it makes what training reads.
+_OF_FEATURES = (
+    "target", "dataset", "rows", "eval_dataset", "eval_rows", "drafter", "drafter_type", "layers", "target_layer_ids",
+    "chat_template", "target_dtype", "device_map", "trust_remote_code", "feature_dtype", "feature_gigabytes",
+    "max_length", "packing",
+)  # fmt: skip
+_FEATURES_INTRODUCTION = """\
+usage: {prog} (--target TARGET | --endpoint URL) --dataset ROWS --output FOLDER [flags]
+
+Write the target's states of the rows that `train` with the same flags would train on, each once. It says bytes and
+hours first. Several of these commands may fill one folder, and
+
+  hf-hyperdflash train --target TARGET --dataset ROWS --feature_source cached --feature_cache_dir FOLDER ...
+
+may read it at the same time (`--feature_retention`).
+"""
 INTRODUCTION = """\
 usage: {prog} --target TARGET --output_dir FOLDER [--dataset ROWS] [flags]
 
@@ -289,6 +343,14 @@ def help_text(prog: str) -> str:
     parts += ["", "Training a drafter:", *map(_entry, fields(TrainingFlags))]
     set_here = "\n".join(f"  --{name} {default}" for name, default in _BOTH_STAGES.items())
     return "\n".join([*parts, "", THEIRS.format(set_here=set_here)])
+
+
+def features_help(prog: str) -> str:
+    """Return the help of `features`: its flags, and those of `train` that matter there."""
+    known = {flag.name: flag for flag in (*fields(ScriptArguments), *fields(TrainingFlags))}
+    own = [_entry(flag) for flag in fields(FeatureFlags)]
+    shared = [*(_entry(known[name]) for name in _OF_FEATURES), "  --seed 42\n        of the rows' order"]
+    return "\n".join([_FEATURES_INTRODUCTION.format(prog=prog), *own, "", "As of `train`:", *shared])
 
 
 def _entry(flag: Field[object]) -> str:

@@ -52,21 +52,30 @@ class _Parser(HfArgumentParser):
 
 def parse(argv: list[str] | None, prog: str | None = None) -> tuple[ScriptArguments, HyperDFlashTrainingArguments]:
     """Parse flags into arguments, with the defaults of the chosen stage."""
-    parser = make_parser(argv, prog)
-    script, args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    if unknown:
-        names = [name for name in parser._option_string_actions if name.startswith("--")]
-        near = "".join(f": {name}, perhaps" for name in get_close_matches(unknown[0].partition("=")[0], names, 1))
-        raise ValueError(f"`train` knows no {unknown[0]!r}{near}. `train --help` lists its flags.")
-    _check(script, args)
+    script, args = parse_known(make_parser(argv, prog), argv)
+    check_flags(script, args)
     return script, args
 
 
-def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentParser:
-    kinds: Any = (ScriptArguments, HyperDFlashTrainingArguments)
+def parse_known(parser: HfArgumentParser, argv: list[str] | None, command: str = "train") -> list[Any]:
+    """Parse flags into a parser's dataclasses, and refuse others."""
+    *parsed, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        names = [name for name in parser._option_string_actions if name.startswith("--")]
+        near = "".join(f": {name}, perhaps" for name in get_close_matches(unknown[0].partition("=")[0], names, 1))
+        raise ValueError(f"`{command}` knows no {unknown[0]!r}{near}. `{command} --help` lists its flags.")
+    return parsed
+
+
+def make_parser(
+    argv: list[str] | None,
+    prog: str | None = None,
+    kinds: Any = (ScriptArguments, HyperDFlashTrainingArguments),
+) -> HfArgumentParser:
     usage = "%(prog)s --target TARGET --output_dir FOLDER [--dataset ROWS] [flags], `train --help` lists them"
     parser = _Parser(kinds, prog=prog, usage=usage, allow_abbrev=False)
-    parser._option_string_actions["--output_dir"].required = True  # transformers would choose a folder
+    # transformers would choose a folder. Another command names its own.
+    parser._option_string_actions["--output_dir"].required = "--output" not in parser._option_string_actions
     stage = _Parser((), add_help=False, allow_abbrev=False)
     stage.add_argument("--stage", type=int, default=1)
     # A bar only on a terminal: transformers would decide it by its log level.
@@ -77,8 +86,8 @@ def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentPa
     return parser
 
 
-def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
-    """Refuse flags that do not fit together, before anything is loaded."""
+def check_flags(script: ScriptArguments, args: HyperDFlashTrainingArguments, output: str = "--output_dir") -> None:
+    """Refuse flags that do not fit together, before anything is loaded. `output` is the flag of the folder."""
     for name in ("target_dtype", "save_dtype"):
         value = getattr(script, name)
         named = getattr(torch, value or "auto", None)
@@ -102,7 +111,7 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         why = "cannot be written to" if existing.is_dir() else "is a file"
         raise ValueError(
-            f"`--output_dir` is {args.output_dir!r}, but {existing} {why}: expected a folder of yours, which is made "
+            f"`{output}` is {args.output_dir!r}, but {existing} {why}: expected a folder of yours, which is made "
             "if needed."
         )
     if args.eval_strategy != "no":

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...targets.registry import target_of
-from ..endpoint import Endpoint, RequestRefused, Requests, ServerError
+from ..endpoint import Endpoint, RequestRefused, Requests, ServerError, find_endpoint
 from ..losses.objective import split_documents
 from .engine_protocol import (
     CONNECTOR,
@@ -34,8 +34,37 @@ from .part_file import row_digest, save_part
 from .parts import part_defect
 from .writing import Job
 
+_OPTION = "--served_model"
 _TRIES, _FILE_SECONDS, _FIRST_POLL, _LONGEST_POLL = 4, 30.0, 0.005, 0.2
 _SENTENCE = "Where 3 of 10 users stop: naïve “quotes”, 中文, \U0001f40d and\n\tdef f(x): return x**2"
+
+
+def served_checkpoint(address: str, served_model: str | None = None) -> str:
+    """Return the folder or Hub id of the model that a server has."""
+    endpoint = find_endpoint(address, served_model, _OPTION)
+    return str(endpoint.models()[endpoint.model].get("root") or endpoint.model)
+
+
+def find_engine(
+    address: str,
+    directory: Path,
+    target: PreTrainedModel,
+    identity: Identity,
+    *,
+    served_model: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    concurrency: int = 64,
+) -> EngineProducer:
+    """Return the producer of a server, which has been asked whether it makes these features. A `ValueError` says why
+    not, and has the command that starts one."""
+    producer = EngineProducer(Endpoint(address, ""), directory, target, identity, tokenizer, concurrency)
+    try:
+        producer.use(find_endpoint(address, served_model, _OPTION))
+    except ServerError as error:
+        raise ValueError(f"{error} This starts one: {producer.command()}") from error
+    directory.mkdir(parents=True, exist_ok=True)
+    producer.check(1)
+    return producer
 
 
 class EngineProducer:
@@ -58,9 +87,13 @@ class EngineProducer:
         """Make the producer; of `target`, which needs no weights, it reads the sizes."""
         family = target_of(target)
         self.num_layers, self.vocab_size = len(family.layers), int(family.config.vocab_size)
-        self.endpoint, self.directory, self.identity, self.tokenizer = endpoint, directory, identity, tokenizer
-        self.concurrency, self.requests = concurrency, Requests(endpoint, concurrency)
+        self.directory, self.identity, self.tokenizer, self.concurrency = directory, identity, tokenizer, concurrency
         self._joining = threading.Lock()
+        self.use(endpoint)
+
+    def use(self, endpoint: Endpoint) -> None:
+        """Ask this server from now on."""
+        self.endpoint, self.requests = endpoint, Requests(endpoint, self.concurrency)
 
     # Before any work
 

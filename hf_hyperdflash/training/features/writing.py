@@ -76,15 +76,23 @@ class Producer(Protocol):
 
 
 class TargetProducer:
-    """A target in this process, which runs over `batch_size` documents at once."""
+    """A target in this process, which runs over `batch_size` documents at once. One without weights is loaded by
+    `load` once a part is missing."""
 
     concurrency, rows_per_part = 1, None
 
-    def __init__(self, target: PreTrainedModel, identity: Identity, batch_size: int = 8) -> None:
-        self.target, self.identity, self.batch_size = target, identity, batch_size
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        identity: Identity,
+        batch_size: int = 8,
+        load: Callable[[], PreTrainedModel] | None = None,
+    ) -> None:
+        self.target, self.identity, self.batch_size, self.load = target, identity, batch_size, load
         self.vocab_size: int = target_of(target).config.vocab_size
 
     def check(self, longest: int) -> None:
+        self.target = self.load() if self.load else self.target
         if not len(target_of(self.target).layers):
             raise ValueError(
                 "The feature cache is not complete, and this target has no layers to run. Load it whole, without "
@@ -242,9 +250,9 @@ class FeatureWriter:
         with one_at_a_time(self.directory / "features"):
             self.plan()  # again: until now another process may have written there
             missing = self.missing()
+            self._check_space(missing)
             if missing:
                 self.producer.check(max(self.lengths))
-            self._check_space(missing)
             if not self.list_path.exists():
                 write_list(self.list_path, self.identity, self.parts, self.digests, self.lengths, self.masks)
             for earlier in read_lists(self.directory):  # all of whose parts are in this list
@@ -263,6 +271,22 @@ class FeatureWriter:
                         thread.result()
                 finally:  # of Ctrl-C, too: no thread begins another part
                     self._is_stopped.set()
+
+    def summary(self) -> str:
+        """Say what the folder has now: missing parts, and files that are none of its."""
+        reader = read_reader(self.directory, self.list_path)
+        trained = sum(_is_trained(i, reader) for i in range(len(self.parts)))
+        defects = [part_defect(part.path(self.directory), self.key) for part in self.parts]
+        missing = [i for i, defect in enumerate(defects) if defect and not _is_trained(i, reader)]
+        said = f"{len(self.parts) - len(missing) - trained} of {len(self.parts)} parts are in {self.directory}"
+        said += f", {trained} were trained on and deleted" if trained else ""
+        if missing:
+            said += f", {len(missing)} are not: the first is part {missing[0] + 1}, {self.parts[missing[0]].name}"
+            said += f", {defects[missing[0]]}" * (defects[missing[0]] != "missing")
+        known = {part.name for part in self.parts}
+        if foreign := sorted({path.stem for path in self.directory.glob("*.safetensors")} - known):
+            said += f"; {len(foreign)} files are of other rows, the first {foreign[0]}"
+        return f"{said}."
 
     def _check_space(self, missing: Sequence[int]) -> None:
         """Print how large the cache is, and refuse a disk without space for it."""

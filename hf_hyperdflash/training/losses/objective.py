@@ -98,6 +98,12 @@ class Walk(NamedTuple):
     acceptance: torch.Tensor  # `[batch, anchors, drafts]`, its probability at temperature 1; 0 without a teacher
 
 
+def layers_needed(drafter: Any, target: Target) -> list[int]:
+    """Return the layers that training a drafter reads: the drafter's, and the last one for the teacher."""
+    read = list(drafter.layers_read(target))
+    return read if read[-1] == -1 else [*read, -1]
+
+
 class BlockObjective:
     """The objective of drafters whose blocks do not depend on each other.
 
@@ -116,8 +122,7 @@ class BlockObjective:
             )
         config = drafter.config
         self.drafter, self.config, self.target, self.args, self.seed = drafter, config, target, args, seed
-        read = list(drafter.layers_read(target))
-        self.layer_ids = read if read[-1] == -1 else [*read, -1]  # the teacher reads the last one
+        self.layer_ids = layers_needed(drafter, target)
         self.streams_read = slice(len(config.target_layer_ids or ()) * target.streams)  # of them by the drafter
         self.selects_candidates = config.sequential_head in HEADS and bool(config.head_candidates)
         self.kl_positions = (args.kl_positions or config.max_draft_tokens) if args.kl_weight else 0

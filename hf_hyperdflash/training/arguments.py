@@ -90,6 +90,27 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
             raise ValueError("`ce_weight`, `kl_weight` and `tv_weight` are all 0: expected one to train with.")
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` is True, expected False: it would drop the loss mask.")
+        if self.feature_retention and self.feature_source != "cached":
+            raise ValueError(
+                f"`feature_retention` is {self.feature_retention!r} and `feature_source` {self.feature_source!r}, "
+                "expected 'cached': online nothing is stored."
+            )
+        if self.feature_retention == "delete":
+            for name, needed in (
+                ("save_only_model", False),
+                ("ignore_data_skip", False),
+                ("auto_find_batch_size", False),
+            ):
+                if getattr(self, name) != needed:
+                    raise ValueError(
+                        f"`{name}` is {getattr(self, name)} and `feature_retention` 'delete', which deletes rows that "
+                        f"a killed run could not go on without: expected {needed}."
+                    )
+            if self.num_train_epochs > 1 and self.max_steps <= 0:
+                raise ValueError(
+                    f"`num_train_epochs` is {self.num_train_epochs:g} and `feature_retention` 'delete', expected 1: "
+                    "rows are deleted once they have been trained on. 'keep' them for more epochs."
+                )
         if self.fp16 and self.device.type == "cpu":
             raise ValueError("`fp16` is True, expected a GPU, but training is on a CPU: leave it out, or set `bf16`.")
         installed = get_available_reporting_integrations()

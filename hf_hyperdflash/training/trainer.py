@@ -36,7 +36,9 @@ from .data.blocks import expected_rounds, sample_anchors, walk_rounds
 from .data.encoding import end_ids_of
 from .data.rows import count_tokens, prepare_dataset
 from .features.fingerprint import short_fingerprint, target_fingerprint
+from .features.parts import read_lists
 from .features.store import FeatureCache
+from .features.streaming import DeletesTrainedParts, FolderOrder, StreamedFeatures
 from .losses.loss import IGNORE_INDEX, DrafterLoss
 from .losses.objective import Batch, BlockObjective, collate, compute_residual, make_objective
 from .runs.checkpoints import (
@@ -151,6 +153,7 @@ class HyperDFlashTrainer(Trainer):
         if args.feature_source == "cached":  # only now that the arguments have been found good
             self.train_dataset = self._write_features(self._train_rows, "train")
             self.eval_dataset = self._write_features(eval_rows, "eval")
+            self._delete_trained_features()
         # `compute_loss` divides by the counts of the whole optimizer step itself.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
 
@@ -189,7 +192,10 @@ class HyperDFlashTrainer(Trainer):
         if isinstance(rows, dict):
             return {key: self._write_features(part, f"{name}-{key}") for key, part in rows.items()}
         args, layers = self.args, self.objective.layer_ids
-        directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
+        folder = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features")
+        if args.feature_retention or read_lists(folder):  # `hf-hyperdflash features` writes, or has written, there
+            return StreamedFeatures(folder, rows, self.target, args.feature_dtype, layers, self._tokenizer)
+        directory = folder / name
         with args.main_process_first(local=False, desc="writing features"):
             if args.process_index:  # the first has written it: the others read no rows
                 return FeatureCache(directory, self.target).select_layers(layers)
@@ -201,6 +207,43 @@ class HyperDFlashTrainer(Trainer):
                 target_layer_ids=layers,
                 tokenizer=self._tokenizer,
             )
+
+    @property
+    def _rows_at_once(self) -> int:
+        """The rows of one micro-batch of all processes together."""
+        return self.args.train_batch_size * self.args.world_size
+
+    def _delete_trained_features(self) -> None:
+        """Have features deleted that training is done with, if that is wanted."""
+        args, rows = self.args, self.train_dataset
+        if args.feature_retention != "delete" and args.feature_gigabytes is not None:
+            raise ValueError(
+                f"`feature_gigabytes` is {args.feature_gigabytes:g}, which is for `feature_retention='delete'`: set "
+                "that, or leave it out."
+            )
+        if args.feature_retention != "delete" or not isinstance(rows, StreamedFeatures):
+            return
+        step_rows = self._rows_at_once * args.gradient_accumulation_steps
+        if args.max_steps > -(-len(rows) // step_rows):
+            raise ValueError(
+                f"`max_steps` is {args.max_steps}, which is more than one epoch of {len(rows)} rows, and "
+                "`feature_retention` 'delete': rows are deleted once they have been trained on. 'keep' them."
+            )
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        held_out = [each for each in evaluated.values() if isinstance(each, StreamedFeatures)]
+        ahead = self._rows_at_once * (1 + args.dataloader_num_workers * (args.dataloader_prefetch_factor or 2))
+        self.add_callback(DeletesTrainedParts(rows, held_out, step_rows, ahead, args.feature_gigabytes))
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        if not isinstance(rows, StreamedFeatures):
+            return super()._get_train_sampler(train_dataset)
+        at_once, accumulated = self._rows_at_once, self.args.gradient_accumulation_steps
+        steps = -(-len(rows) // (at_once * accumulated))  # of an epoch
+        is_alone = self.args.world_size == 1
+        return FolderOrder(
+            len(rows), 1 if is_alone else at_once, self.args.seed, lambda: self.state.global_step // steps
+        )
 
     # One training step
 

@@ -12,21 +12,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
+
+
+def hold(path: str | os.PathLike[str], what: str = "written") -> BaseFileLock:
+    """Lock `<path>.lock` and return the lock, or raise a `ValueError` at once if another process, or another call of
+    this one, has it. The lock file stays there; the system releases the lock of a dead process."""
+    lock = FileLock(f"{os.fspath(path)}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(
+            f"{os.fspath(path)} is being {what} by another process: expected one at a time. Wait until that one has "
+            "ended, or stop it and repeat this call, or use another folder."
+        ) from error
+    return lock
 
 
 @contextmanager
 def only_writer(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Lock `<path>.lock`, or raise a `ValueError` at once if another process, or another call of this one, writes
-    there. The lock file stays there; the system releases the lock of a dead process."""
-    try:
-        lock = FileLock(f"{os.fspath(path)}.lock").acquire(timeout=0)
-    except Timeout as error:
-        raise ValueError(
-            f"{os.fspath(path)} is being written by another process: expected one at a time. Wait until that one has "
-            "ended, or stop it and repeat this call, or write to another folder."
-        ) from error
-    with lock:
+    """[`hold`] a lock for a while."""
+    with hold(path):
         yield
 
 

@@ -259,7 +259,7 @@ class FeatureWriter:
                 if earlier.path != self.list_path:
                     earlier.delete()
         self._left, self._began, self._made = dict.fromkeys(missing), time.monotonic(), 0
-        self._tokens_done = 0
+        self._tokens_done = self._seen_first = 0
         total = sum(self.parts[i].tokens for i in missing)
         with progress_bar(total=total, unit="token", unit_scale=True, desc="Feature cache", disable=None) as self._bar:
             if self.producer.concurrency == 1:
@@ -366,6 +366,9 @@ class FeatureWriter:
         while not self._is_stopped.is_set():
             reader, why = read_reader(self.directory, self.list_path), ""
             with self._mutex:
+                if reader.first < self._seen_first:  # training goes on from an earlier checkpoint
+                    self._left = dict.fromkeys(self.missing())
+                self._seen_first = reader.first
                 first = list(islice(self._left, _LOOK_AHEAD))
             for i in first:
                 path = self.parts[i].path(self.directory)

@@ -12,6 +12,8 @@ from socket import SHUT_RDWR
 class Server(ThreadingHTTPServer):
     """Answers "<question> 1 2" in three pieces, and tells its models and counters. A question may ask for trouble."""
 
+    more = {}  # that it says of each model
+
     def __init__(self, models=("tiny", "small"), owner="vllm", port=0):
         super().__init__(("127.0.0.1", port), _Handler)
         self.owner, self.names = owner, models
@@ -63,7 +65,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write((page or "").encode())
 
     def do_GET(self):
-        models = [{"id": name, "object": "model", "owned_by": self.server.owner} for name in self.server.names]
+        models = [
+            {"id": name, "object": "model", "owned_by": self.server.owner, **self.server.more}
+            for name in self.server.names
+        ]
         listed = json.dumps({"object": "list", "data": models})
         self.tell(200, {"/v1/models": listed, "/metrics": self.server.metrics()}.get(self.path))
 

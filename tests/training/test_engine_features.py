@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from hf_hyperdflash import load_target
 from hf_hyperdflash.targets.hooks import EMBEDDINGS
 from hf_hyperdflash.training.endpoint import Endpoint
+from hf_hyperdflash.training.feature_script import main
 from hf_hyperdflash.training.features.engine import EngineProducer
 from hf_hyperdflash.training.features.engine_protocol import (
     RowRequest,
@@ -249,3 +250,47 @@ def test_a_server_with_another_tokenizer_is_refused(made, server):
     server.tokens = lambda text: [*tokenizer(text, add_special_tokens=False)["input_ids"][:-1], 3]
     words = ("another one than that of the rows", "[3]", "Tokenize")
     Refusal(lambda: producer(server, made, tokenizer=tokenizer).check(5), words).check()
+
+
+# The command, of DeepSeek-V4 with its streams
+
+TINY = MODELS / "tiny-deepseek-v4"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_target(str(TINY), dtype=torch.float32)
+
+
+def command(server, folder, **flags):
+    """Run the command on some chats."""
+    said = [[("user", f"{i}: what is it?"), ("assistant", "it is this.")] for i in range(6)]
+    chats = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in said]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    given = {"endpoint": server.root, "dataset": folder / "rows.jsonl", "output": server.directory, "eval_rows": 2}
+    flags = {name: value for name, value in {**given, **flags}.items() if value is not None}
+    main([part for name, value in flags.items() for part in (f"--{name}", str(value))])
+
+
+@pytest.mark.parametrize("target", [None, str(TINY)])
+def test_the_command_asks_a_server(tiny, tmp_path, capsys, target):
+    """What it serves is the target if none is given."""
+    (tmp_path / "features").mkdir()
+    with serving(FeatureServer(tiny, tmp_path / "features")) as server:
+        server.more = {"root": str(TINY)}
+        command(server, tmp_path, target=target, check=2, target_dtype="float32")
+    assert "6 rows" in capsys.readouterr().out
+    cache = FeatureCache(tmp_path / "features", tiny)
+    assert len(cache) == len(list((tmp_path / "features").glob("*.safetensors"))) == 6
+    assert cache[0]["residual"].shape[1] == tiny.config.hc_mult == 4
+
+
+def test_the_command_tells_how_a_server_is_started(tiny, tmp_path):
+    (tmp_path / "features").mkdir()
+    with serving(FeatureServer(tiny, tmp_path / "features")) as server:
+        pass
+    words = ("does not answer", f"vllm serve {TINY}", str(server.directory))
+    Refusal(lambda: command(server, tmp_path, target=TINY), words).check()
+    words = ("`--served_model`", "'tiny'", "add `--endpoint`")
+    Refusal(lambda: command(server, tmp_path, target=TINY, endpoint=None, served_model="tiny"), words).check()
+    Refusal(lambda: command(server, tmp_path, concurrency=0), ("`--concurrency`", "0")).check()

@@ -11,19 +11,25 @@ import re
 import shutil
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 from accelerate import cpu_offload
 from datasets import Dataset
+from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from hf_hyperdflash.hub.loading import load_target, unloaded_target
 from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.training.features import identity as identity_module
 from hf_hyperdflash.training.features import writing
+from hf_hyperdflash.training.features.checking import check_rows
 from hf_hyperdflash.training.features.fingerprint import (
     changed_parts,
     module_fingerprint,
@@ -31,7 +37,9 @@ from hf_hyperdflash.training.features.fingerprint import (
     target_fingerprint,
     tensor_digest,
 )
+from hf_hyperdflash.training.features.identity import checkpoint_source, feature_identity, identity_key
 from hf_hyperdflash.training.features.store import FeatureCache
+from hf_hyperdflash.training.features.writing import FeatureWriter, TargetProducer
 from hf_hyperdflash.training.losses.objective import compute_residual, teacher_states
 
 from ..conftest import MODELS, tiny_drafter, tiny_target
@@ -297,6 +305,89 @@ def test_joined_parts_of_several_rows_stay_and_equal_rows_share_one(target, tmp_
     assert len(cache) == 5 and len(shards_of(tmp_path / "equal")) == 2
 
 
+# Takes seconds: several folders are written in each example.
+@settings(deadline=None, max_examples=8)
+@given(st.integers(1, 4), st.permutations(range(4)), st.lists(st.integers(1, 9), max_size=4), st.booleans())
+def test_shares_made_anywhere_in_any_order_and_after_crashes_are_one_cache(
+    tmp_path_factory, written, shares, order, crashes, is_shared
+):
+    """Each share in a folder of its own, which are joined by copying, or all in one."""
+    folder, target, rows = tmp_path_factory.mktemp("joined"), tiny_target(), packed_rows(PACKED)
+    for share in (number for number in order if number < shares):
+        place = folder if is_shared else tmp_path_factory.mktemp("share")
+
+        def make(place=place, share=share):
+            producer = TargetProducer(target, feature_identity(target))
+            FeatureWriter(place, rows, producer, SHARD, (share + 1, shares)).complete()
+
+        for count in crashes:
+            with suppress(Stop), pytest.MonkeyPatch.context() as patched:
+                patched.setattr(os, "fsync", stopping_at(count, os.fsync))
+                make()
+        make()
+        if place != folder:
+            shutil.copytree(place, folder, dirs_exist_ok=True)
+    assert shards_of(folder) == shards_of(written) and not list(folder.glob("*.tmp"))
+    assert ids_of(FeatureCache(folder, target)) == [row["input_ids"] for row in rows]
+
+
+def stopping_at(count, real):
+    calls = []
+
+    def function(*args):
+        calls.append(None)
+        if len(calls) == count:
+            raise Stop
+        return real(*args)
+
+    return function
+
+
+def test_rows_in_other_groups_foreign_parts_and_missing_ones_are_named(target, directory, tmp_path, caplog, capsys):
+    rows, other = packed_rows(PACKED), tmp_path / "other"
+    write(other, target, rows[2:6], shard_size=1)
+    stray = next(other.glob("*.safetensors"))
+    shutil.copy(stray, directory)
+    assert len(FeatureCache(directory, target)) == 8
+    assert stray.stem in caplog.text and "1 parts of no list" in caplog.text
+    shutil.copytree(other, directory, dirs_exist_ok=True)
+    twice = (next(directory.glob("*.json")).name, "twice", "groups")
+    Refusal(lambda: FeatureCache(directory, target), twice[1:]).check()
+    producer = TargetProducer(target, feature_identity(target))
+    writer = FeatureWriter(tmp_path / "third", rows, producer, SHARD, (2, 3))
+    writer.complete()
+    first = FeatureCache(write_to(tmp_path / "whole", target), target).parts[0]
+    assert f"part 1, {first.name}" in writer.summary() and f"of {len(writer.parts)} parts" in writer.summary()
+
+
+def write_to(directory, target):
+    write(directory, target)
+    return directory
+
+
+def test_other_loss_masks_need_nothing_computed(target, directory):
+    rows, forwards = packed_rows(PACKED), count_forwards(target)
+    for row in rows:
+        row["loss_mask"] = [1 - value for value in row["loss_mask"]]
+    cache = write(directory, target, rows)
+    assert not forwards and len(list(directory.glob("*.json"))) == 1
+    assert [item["loss_mask"].int().tolist() for item in cache] == [row["loss_mask"] for row in rows]
+
+
+def test_rows_are_checked_against_what_is_computed_here(target, directory):
+    def check(count=3):
+        producer = TargetProducer(target, feature_identity(target))
+        return check_rows(FeatureWriter(directory, packed_rows(PACKED), producer), target, count)
+
+    assert "3 rows computed again" in check() and "on average" in check()
+    path = sorted(directory.glob("*.safetensors"))[0]
+    with safe_open(path, "pt") as file:
+        tensors, header = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    tensors["residual"] = tensors["residual"].flip(1).contiguous()  # streams in another order
+    save_file(tensors, path, header)
+    Refusal(lambda: check(8), ("8 rows computed again", "average", "bfloat16", "another folder")).check()
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -410,6 +501,74 @@ def test_another_load_of_the_same_target_is_recognised(tmp_path):
     prints = target_fingerprint(exact)
     assert target_fingerprint(rounded) == prints and target_fingerprint(layerless) == {**prints, "body": ""}
     assert target_fingerprint(cpu_offload(tiny_target())) == target_fingerprint(tiny_target())
+
+
+# How a checkpoint is known
+
+
+def in_the_hubs_cache(folder, name, commit):
+    """A repository as the Hub's cache has it, with one commit more."""
+    repository = folder / f"models--{name.replace('/', '--')}"
+    shutil.copytree(TINY, repository / "snapshots" / commit)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+    return repository / "snapshots" / commit
+
+
+def test_a_repository_is_known_by_its_commit(tmp_path, monkeypatch):
+    one, two = "1" * 40, "2" * 40
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = in_the_hubs_cache(tmp_path, "org/tiny", one)
+    assert checkpoint_source(str(snapshot)) == checkpoint_source("org/tiny") == {"revision": one}
+    in_the_hubs_cache(tmp_path, "org/tiny", two)
+    assert checkpoint_source("org/tiny") == {}  # of which of them a model is nobody knows
+    assert checkpoint_source("org/tiny", two) == {"revision": two}
+    where = dict(cache_dir=str(tmp_path), local_files_only=True)
+    for target, commit in (
+        (load_target("org/tiny", dtype=torch.float32, **where), two), (unloaded_target("org/tiny", **where), two),
+        (load_target("org/tiny", revision=one, dtype=torch.float32, **where), one),
+    ):  # fmt: skip
+        identity = feature_identity(target)
+        assert identity["target"]["revision"] == commit and "head" not in identity["target"]
+    # A file of several in one repository.
+    assert checkpoint_source("org/tiny/a.Q4.gguf", one) != checkpoint_source("org/tiny/a.Q8.gguf", one)
+
+
+def test_a_cache_of_another_revision_is_refused(tmp_path, monkeypatch):
+    commits = "1" * 40, "2" * 40
+    snapshots = [in_the_hubs_cache(tmp_path, "org/tiny", commit) for commit in commits]
+    one, two = (load_target(str(snapshot), dtype=torch.float32) for snapshot in snapshots)
+    write(tmp_path / "cache", one, packed_rows([(9,)]))
+    Refusal(lambda: FeatureCache(tmp_path / "cache", two), ("revision", "111111", "222222")).check()
+
+
+def test_a_folder_is_known_by_its_weight_files(tmp_path, monkeypatch):
+    """However it is loaded, and wherever it is; without weights in memory, as a client of an engine has it."""
+    moved = shutil.copytree(TINY, tmp_path / "moved")
+    known = feature_identity(load_target(str(TINY), dtype=torch.float32))
+    for same in (unloaded_target(str(TINY)), unloaded_target(str(moved)), load_target(str(moved), dtype="bfloat16")):
+        identity = feature_identity(same)
+        assert identity_key(identity) == identity_key(known) and identity["target"].keys() == known["target"].keys()
+    weights = moved / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(1, 1))
+    changed = feature_identity(unloaded_target(str(moved)))
+    assert changed["target"]["files"] != known["target"]["files"] and identity_key(changed) != identity_key(known)
+    # Of a large file pieces are read.
+    for name, value in (("_WHOLE", 1000), ("_STRETCH", 4096), ("_PIECE", 64)):
+        monkeypatch.setattr(identity_module, name, value)
+    read, before = [], changed["target"]["files"]
+    for at, is_seen in ((4096 * 3 + 5, True), (4096 * 3 + 100, False)):
+        data[at] ^= 1
+        weights.write_bytes(data)
+        os.utime(weights, ns=(at, at))
+        now = checkpoint_source(str(moved))["files"]
+        read.append(now)
+        assert (now != before) or not is_seen
+        before = now
+    assert read[0] == read[1]
 
 
 # Digests

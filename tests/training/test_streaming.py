@@ -8,14 +8,15 @@ import random
 import shutil
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler
 
-from hf_hyperdflash.training.features import streaming
 from hf_hyperdflash.training.features.identity import feature_identity
-from hf_hyperdflash.training.features.parts import part_bytes, read_lists, read_reader
+from hf_hyperdflash.training.features.locking import hold
+from hf_hyperdflash.training.features.parts import read_lists, read_reader
 from hf_hyperdflash.training.features.streaming import FolderOrder, StreamedFeatures
 from hf_hyperdflash.training.features.writing import FeatureWriter, TargetProducer
 
@@ -53,8 +54,12 @@ def train(folder, output, data, held_out=None, log=None, delay=0.0, **args):
         if log is not None:
             time.sleep(delay)
             with open(log, "a") as file:
-                trained = [ids[mask.cumsum(0) > -1].tolist() for ids, mask in zip(inputs["input_ids"], inputs["loss_mask"])]
-                file.write(json.dumps([trainer.state.global_step, trained, len(list(folder.glob("*.safetensors")))]) + "\n")
+                trained = [
+                    ids[mask.cumsum(0) > -1].tolist() for ids, mask in zip(inputs["input_ids"], inputs["loss_mask"])
+                ]
+                file.write(
+                    json.dumps([trainer.state.global_step, trained, len(list(folder.glob("*.safetensors")))]) + "\n"
+                )
         return compute(model, inputs, *rest, **options)
 
     trainer.compute_loss = compute_loss
@@ -111,3 +116,192 @@ def test_training_reads_the_folder_in_its_order_and_deletes_what_a_checkpoint_is
     assert numbers == sorted(numbers, reverse=True) and numbers[0] == len(listed.parts) > 4
     assert not list((tmp_path / "deleted").glob("*.safetensors"))
     assert read_reader(tmp_path / "deleted", listed.path).is_over
+
+
+def start(what, *args, **options):
+    process = FORK.Process(target=what, args=args, kwargs=options)
+    process.start()
+    return process
+
+
+def run_and_kill(tmp_path, seed, data, held_out, limit, kills, delay):
+    """Two producers and a trainer at once, each killed with SIGKILL at random moments and started again. Return the
+    most bytes that the folder had."""
+    choose, folder, log = random.Random(seed), tmp_path / "folder", tmp_path / "rows.log"
+    both = tokenized(len(held_out) + len(data))
+    how = dict(
+        feature_retention="delete", feature_gigabytes=limit, num_train_epochs=1, save_strategy="no", log=log,
+        delay=delay,
+    )  # fmt: skip
+    starts = [
+        *(lambda: start(produce, folder, both, delay, gigabytes=limit),) * 2,
+        lambda: start(train, folder, tmp_path / "out", data, held_out, **how),
+    ]
+    running, most, left = [begin() for begin in starts], 0, kills
+    next_kill, began = time.monotonic() + choose.uniform(0.2, 1.5), time.monotonic()
+    while running[2].exitcode != 0:
+        assert time.monotonic() - began < 200
+        time.sleep(0.005)
+        most = max(most, bytes_in(folder) if folder.exists() else 0)
+        if left and time.monotonic() > next_kill:
+            which = left % 3  # each in turn
+            running[which].kill()
+            running[which].join()
+            running[which] = starts[which]()
+            left, next_kill = left - 1, time.monotonic() + choose.uniform(0.2, 1.5)
+        for process in running:
+            assert process.exitcode in (None, 0), "it ended by itself"
+    for process in running[:2]:
+        process.join(60)
+        assert process.exitcode == 0
+    assert not left
+    return most
+
+
+# Takes seconds: every process imports and trains anew after each kill.
+@pytest.mark.parametrize(
+    ("seed", "count", "kills"),
+    [(0, 40, 4), *(pytest.param(n, 150, 15, marks=pytest.mark.nightly) for n in range(1, 6))],
+)
+def test_killed_producers_and_a_killed_trainer_train_on_every_row_once(tmp_path, seed, count, kills):
+    everything = tokenized(count)
+    held_out, data = everything.select(range(4)), everything.select(range(4, count))
+    limit = limit_for(everything, 8)
+    most = run_and_kill(tmp_path, seed, data, held_out, limit, kills, delay=0.1)
+    assert count_rows(tmp_path / "rows.log", data) == Counter(range(len(data)))
+    headers = 1000 * 8  # of as many parts, beside their contents
+    assert 0 < most <= limit * 1e9 + headers
+    # The same weights as without kills, where nothing is deleted.
+    produce(tmp_path / "kept", everything)
+    train(tmp_path / "kept", tmp_path / "plain", data, num_train_epochs=1)
+    killed, plain = (torch.load(tmp_path / name / "weights.pt") for name in ("out", "plain"))
+    assert all(torch.equal(killed[name], plain[name]) for name in plain)
+
+
+def test_training_begins_with_the_first_part_and_says_that_it_waits(tmp_path, capfd):
+    """It starts before there is even a list, and its first step is over long before the last part is made."""
+    data, log = tokenized(20), tmp_path / "rows.log"
+    trainer = start(
+        train, tmp_path / "folder", tmp_path / "out", data, log=log, feature_retention="keep", num_train_epochs=1
+    )
+    time.sleep(2)
+    produce(tmp_path / "folder", data, delay=0.2)
+    trainer.join(60)
+    assert trainer.exitcode == 0 and count_rows(log, data) == Counter(range(20))
+    (listed,) = read_lists(tmp_path / "folder")
+    seen = [json.loads(line)[2] for line in log.read_text().splitlines()]
+    assert seen[0] < len(listed.parts) // 2 and seen == sorted(seen)
+    said = capfd.readouterr().err
+    assert "Waiting for a list of features" in said and f"Waiting for part 2 of {len(listed.parts)}" in said
+
+
+def test_kept_features_serve_several_epochs_later_ones_in_another_order_and_resumed_ones(tmp_path):
+    data, log = tokenized(14), tmp_path / "rows.log"
+    produce(tmp_path / "folder", data)
+    how = dict(max_steps=14, save_strategy="steps", save_steps=9, per_device_train_batch_size=2)
+    whole = train(tmp_path / "folder", tmp_path / "one", data, log=log, **how)
+    assert count_rows(log, data) == Counter(dict.fromkeys(range(14), 2))
+    orders = [[ids for step in range(first, first + 7) for ids in steps_of(log)[step]] for first in (0, 7)]
+    assert orders[0] != orders[1]
+    for folder in (tmp_path / "one").glob("checkpoint-14"):
+        shutil.rmtree(folder)
+    resumed = train(tmp_path / "folder", tmp_path / "one", data, log=log, **how)
+    assert count_rows(log, data) == Counter(dict.fromkeys(range(14), 2))
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_a_run_from_an_earlier_checkpoint_has_parts_made_again(tmp_path):
+    data = tokenized(20)
+    how = dict(feature_retention="delete", num_train_epochs=1, save_strategy="steps", save_steps=3)
+    produce(tmp_path / "folder", data)
+    train(tmp_path / "folder", tmp_path / "out", data, **how)
+    for number in (9, 10):
+        shutil.rmtree(tmp_path / "out" / f"checkpoint-{number}")
+    again = start(train, tmp_path / "folder", tmp_path / "out", data, log=tmp_path / "rows.log", **how)
+    (listed,) = read_lists(tmp_path / "folder")
+    while read_reader(tmp_path / "folder", listed.path).is_over:
+        time.sleep(0.05)
+    produce(tmp_path / "folder", data)
+    again.join(60)
+    assert again.exitcode == 0 and count_rows(tmp_path / "rows.log", data) == Counter(range(12, 20))
+
+
+@pytest.mark.parametrize(("count", "processes", "batch"), [(20, 2, 2), (21, 2, 2), (3, 4, 2), (23, 3, 1)])
+def test_each_process_reads_its_own_rows_and_all_of_them_equally_many_batches(count, processes, batch):
+    """As accelerate deals them out. The last ones are filled up with rows that are still there."""
+    order = FolderOrder(count, processes * batch, 0, lambda: 0)
+    batches = BatchSampler(order, batch, drop_last=False)
+    each = [list(BatchSamplerShard(batches, processes, number)) for number in range(processes)]
+    assert len({len(mine) for mine in each}) == 1
+    read = [row for rows in zip(*each) for mine in rows for row in mine]
+    assert read[:count] == list(range(count)) and len(read) < count + processes * batch
+    assert all(row >= count - processes * batch for row in read[count:])
+
+
+def open_rows(folder, data, target=None, dtype=DTYPE, layers=(-1,), tokenizer=None):
+    return StreamedFeatures(folder, data, target or tiny_target(), dtype, layers, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    produce(folder, tokenized(20))
+    return folder
+
+
+def beside(folder, count=20, held_out=None, **args):
+    output = folder.with_name("out")
+    return trainer_for(
+        output, tiny_target(), tiny_drafter(tiny_target()), tokenized(count), held_out,
+        **dict(feature_source="cached", feature_cache_dir=str(folder), feature_dtype=DTYPE, max_steps=-1,
+               num_train_epochs=1, save_strategy="steps") | args,
+    )  # fmt: skip
+
+
+def damaged(folder):
+    os.truncate(sorted(folder.glob("*.safetensors"))[0], 1000)
+    return list(open_rows(folder, tokenized(20)))
+
+
+def of_another(folder):
+    other = folder.with_name("other")
+    produce(other, tokenized(3, seed=7), shard_size=1)
+    shutil.copy(next(other.glob("*.safetensors")), sorted(folder.glob("*.safetensors"))[0])
+    return list(open_rows(folder, tokenized(20)))
+
+
+DELETE = {"feature_retention": "delete"}
+REFUSED = {
+    "other rows": Refusal(lambda at: open_rows(at, tokenized(20, seed=1)), ("20 of 20 rows", "row 0", "--max_length")),
+    "another target": Refusal(lambda at: open_rows(at, tokenized(20), tiny_target(1)), ("another target", "weights")),
+    "other layers": Refusal(lambda at: open_rows(at, tokenized(20), layers=[0, -1]), ("[-1]", "[0, -1]")),
+    "another format": Refusal(lambda at: open_rows(at, tokenized(20), dtype="float8"), ("float32", "float8")),
+    "half a part": Refusal(damaged, ("damaged", "delete it")),
+    "a part of other rows": Refusal(of_another, ("other tokens", "delete it"), (ValueError, IndexError)),
+    "several epochs": Refusal(lambda at: beside(at, num_train_epochs=2, **DELETE), ("num_train_epochs", "2", "keep")),
+    "more steps than rows": Refusal(lambda at: beside(at, max_steps=11, **DELETE), ("max_steps", "11", "20 rows")),
+    "weights alone": Refusal(lambda at: beside(at, save_only_model=True, **DELETE), ("save_only_model", "delete")),
+    "no skipping": Refusal(lambda at: beside(at, ignore_data_skip=True, **DELETE), ("ignore_data_skip", "delete")),
+    "too small a folder": Refusal(
+        lambda at: beside(at, feature_gigabytes=0.00005, **DELETE), ("feature_gigabytes", "5e-05", "at least")),
+    "a limit without deleting": Refusal(lambda at: beside(at, feature_gigabytes=1.0), ("feature_gigabytes", "delete")),
+    "nothing stored": Refusal(
+        lambda at: beside(at, feature_source="online", **DELETE), ("feature_retention", "online", "cached")),
+    "held-out rows in between": Refusal(
+        lambda at: beside(at, held_out=tokenized(20).select([15]), **DELETE), ("Held-out", "--eval_rows", "--seed")),
+    "a small limit of producers": Refusal(
+        lambda at: produce(at.with_name("new"), tokenized(20), gigabytes=1e-6), ("feature_gigabytes", "1e-06")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", REFUSED.values(), ids=REFUSED.keys())
+def test_what_does_not_fit_the_folder_is_refused_in_one_line(refusal, made, tmp_path):
+    refusal.check(shutil.copytree(made, tmp_path / "folder"))
+
+
+def test_two_trainings_do_not_delete_from_one_folder(made, tmp_path):
+    folder = shutil.copytree(made, tmp_path / "folder")
+    lock = hold(folder / "reader")
+    Refusal(beside(folder, **DELETE).train, ("reader", "another process", "another folder")).check()
+    lock.release()

@@ -37,7 +37,7 @@ def check_rows(writer: FeatureWriter, target: PreTrainedModel, count: int) -> st
     )
     if not worst <= _TOLERANCE[dtype]:
         raise ValueError(
-            f"{said}. Row {worst_row} has {worst:.2%} on average, where {_TOLERANCE[dtype]:.0%} is rounding in {dtype}: "
+            f"{said}. Row {worst_row} has {worst:.2%}, where {_TOLERANCE[dtype]:.0%} is rounding in {dtype}: "
             "these are no states of this target, its layers and these tokens. Write them again, in another folder."
         )
     return f"{said}, as rounding makes it."

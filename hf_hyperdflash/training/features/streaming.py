@@ -182,8 +182,8 @@ class DeletesTrainedParts(TrainerCallback):
         self.pinned = max(pinned, default=-1) + 1
         if self.pinned > len(pinned):
             raise ValueError(
-                f"Held-out rows are in {len(pinned)} parts of {rows.directory}, up to part {self.pinned}, and training "
-                "would delete them: make the features with its `--eval_rows` or `--eval_dataset`, and its `--seed`."
+                f"Held-out rows are in {len(pinned)} parts of {rows.directory} up to part {self.pinned}: training "
+                "would delete some. Make the features with its `--eval_rows` or `--eval_dataset`, and its `--seed`."
             )
         sizes = (part_bytes(rows.identity, part.rows, part.tokens) for part in parts)
         self._starts = list(accumulate(sizes, initial=0))

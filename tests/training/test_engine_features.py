@@ -84,6 +84,9 @@ def test_the_command_has_the_layers_and_the_folder():
     assert speculative["method"] == "extract_hidden_states"
     assert speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 10, 30]
     assert transfer["kv_connector_extra_config"] == {"shared_storage_path": "/data/my features"}
+    of_v4 = shlex.split(serve_command("org/v4", [-1], 43, 4, "/data", "a1b2"))
+    assert of_v4[:6] == ["HYPERDFLASH_DEEPSEEK_V4_PATHS=1", "vllm", "serve", "org/v4", "--revision", "a1b2"]
+    assert '"eagle_aux_hidden_state_layer_ids": [43, 43, 43, 43]' in of_v4[7]
 
 
 def test_a_request_arrives_as_it_was_sent():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
+from ...training.features.engine_protocol import CONNECTOR, STREAMS_VARIABLE
 from ..served_config import OTHERS, refusing
 from .config import VLLMConfig
 
@@ -16,12 +17,10 @@ from .config import VLLMConfig
 ARCHITECTURES = ("HyperDFlashDrafter", "DFlashHyperDFlashDrafter")
 # Names, because vLLM imports models only in the processes that run them.
 SERVED_DRAFTER = "hf_hyperdflash.serving.vllm.drafter:ServedDrafter"
+FEATURES = "hf_hyperdflash.serving.vllm.features:FeatureConnector"
+# vLLM recognizes that target by its name, so our class has to replace vLLM's own, and only if the user asks for it
+# ([`STREAMS_VARIABLE`]).
 DEEPSEEK_V4 = {"DeepseekV4ForCausalLM": "hf_hyperdflash.serving.vllm.deepseek_v4:DeepseekV4WithStreams"}
-# A connector that writes features, by the name that `--kv-transfer-config` gives it.
-CONNECTOR, FEATURES = "HyperDFlashFeatures", "hf_hyperdflash.serving.vllm.features:FeatureConnector"
-# An environment variable: 1 makes DeepSeek-V4 return its residual streams. vLLM recognizes that target by its name, so
-# our class has to replace vLLM's own, and only if the user asks for it.
-STREAMS_VARIABLE = "HYPERDFLASH_DEEPSEEK_V4_PATHS"
 
 
 def register() -> None:

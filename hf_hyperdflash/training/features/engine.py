@@ -136,11 +136,12 @@ class EngineProducer:
 
     def command(self) -> str:
         """Return the command that starts a server of these features."""
-        identity = self.identity
+        identity, directory = self.identity, str(self.directory.absolute())
+        name, revision = identity["target"]["repository"], identity["target"].get("revision")
+        of_hub = revision if not Path(name).exists() and revision and " " not in revision else None
         return serve_command(
-            identity["target"]["repository"], identity["target_layer_ids"], self.num_layers, identity["hc_mult"],
-            str(self.directory.absolute()),
-        )  # fmt: skip
+            name, identity["target_layer_ids"], self.num_layers, identity["hc_mult"], directory, of_hub
+        )
 
     def _describe(self) -> dict[str, Any]:
         """Return what the server says of itself, after it has looked for a file that is put into the folder."""

@@ -18,6 +18,8 @@ from .part_file import FEATURE_DTYPES, part_name, part_path
 
 CONNECTOR, FIELD = "HyperDFlashFeatures", "features"
 VERSION = 1  # of requests and answers
+# An environment variable of the server: 1 makes DeepSeek-V4 return its residual streams, to drafters and for features.
+STREAMS_VARIABLE = "HYPERDFLASH_DEEPSEEK_V4_PATHS"
 # Other files in the folder: a part of a part, why the server could not write a file, and a file of the client, which
 # shows that the server has the same folder.
 PIECE_SUFFIX, ERROR_SUFFIX, TOKEN_SUFFIX = ".piece", ".error", ".token"
@@ -65,25 +67,30 @@ def state_columns(
     return [list(engine_ids).index(i) for i in needed]
 
 
-def serve_command(target: str, target_layer_ids: Sequence[int], num_layers: int, streams: int, directory: str) -> str:
+def serve_command(
+    target: str,
+    target_layer_ids: Sequence[int],
+    num_layers: int,
+    streams: int,
+    directory: str,
+    revision: str | None = None,
+) -> str:
     """Return the command that starts vLLM with our connector."""
     ids = engine_layer_ids(target_layer_ids, num_layers, streams)
+    kept = ids if streams > 1 else sorted(set(ids))
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
-        "draft_model_config": {
-            "hf_config": {"eagle_aux_hidden_state_layer_ids": ids if streams > 1 else sorted(set(ids))}
-        },
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": kept}},
     }
     transfer = {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": directory},
     }
-    options = {"--speculative-config": speculative, "--kv-transfer-config": transfer}
-    return shlex.join(
-        ["vllm", "serve", target, *(w for name, value in options.items() for w in (name, json.dumps(value)))]
-    )
+    words = ["vllm", "serve", target, *(["--revision", revision] if revision else [])]
+    words += ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer)]
+    return (f"{STREAMS_VARIABLE}=1 " if streams > 1 else "") + shlex.join(words)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ LAYERS = [EMBEDDINGS, 2, -1]
 class Served:
     """A target in vLLM, started by the command that a user is told. In chunks of 128 tokens, with its prefix cache."""
 
-    def __init__(self, target: Path, folder: Path) -> None:
+    def __init__(self, target: Path, folder: Path, *options: str) -> None:
         self.name, self.directory = target, folder / "features"
         self.directory.mkdir()
         self.target = load_target(str(target), dtype=torch.float32)
@@ -51,7 +51,7 @@ class Served:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = str(free.getsockname()[1])
-        self.log = folder / "log"
+        self.log, self.options = folder / "log", options
 
     def start(self) -> None:
         words = shlex.split(self.producer().command())
@@ -68,6 +68,7 @@ class Served:
             "4",
         ]
         words += ["--served-model-name", "served", "--max-model-len", "512", "--max-num-batched-tokens", "128"]
+        words += self.options
         environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True, env=environment)
@@ -257,6 +258,22 @@ def test_a_call_goes_on_when_its_server_is_killed_and_started_again(served, tmp_
     served.start()
     writing.join()
     check_equal(FeatureCache(served.directory, served.target), served.target, rows, tmp_path, 1e-4)
+
+
+@pytest.mark.nightly  # another server, of two processes
+def test_one_process_of_a_group_writes(dense_pair, tmp_path, monkeypatch):
+    """With tensor parallelism the states are in each process."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    served = Served(dense_pair[0], tmp_path, "--tensor-parallel-size", "2")
+    served.start()
+    try:
+        rows = some_rows(5, 130, 70)
+        check_equal(served.write(rows), served.target, rows, tmp_path / "own", 1e-4)
+        for _ in range(3):  # no request waits for the process that writes nothing
+            assert served.post(prompt=[5, 6, 7])["usage"]["completion_tokens"] == 1
+    finally:
+        served.kill()
+    assert "Worker_TP1" in served.log.read_text()
 
 
 # What is wrong with the options of a server, before it starts

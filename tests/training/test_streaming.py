@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import threading
 import time
 from collections import Counter
 
@@ -24,7 +25,9 @@ from ..conftest import tiny_target
 from ..helpers.refusals import Refusal
 from ..helpers.training import rows, tiny_drafter, trainer_for
 
-FORK = multiprocessing.get_context("fork")
+# Not a fork of this process: threads of other libraries, which die in it, may hold locks.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])
 LAYERS, DTYPE = [-1], "float32"
 SHARD = 60 * 4 * 32 * 4  # some rows
 
@@ -35,6 +38,7 @@ def tokenized(count, seed=0):
 
 
 def produce(folder, data, delay=0.0, **options):
+    torch.set_num_threads(1)
     target = tiny_target()
     if delay:
         target.model.register_forward_pre_hook(lambda module, args: time.sleep(delay))
@@ -44,6 +48,7 @@ def produce(folder, data, delay=0.0, **options):
 
 def train(folder, output, data, held_out=None, log=None, delay=0.0, **args):
     """Train, and log the rows of each step: of a step that is done again the last line counts."""
+    torch.set_num_threads(1)
     target = tiny_target()
     resume = any(output.glob("checkpoint-*/trainer_state.json"))
     how = dict(feature_source="cached", feature_cache_dir=str(folder), feature_dtype=DTYPE, max_steps=-1)
@@ -119,7 +124,7 @@ def test_training_reads_the_folder_in_its_order_and_deletes_what_a_checkpoint_is
 
 
 def start(what, *args, **options):
-    process = FORK.Process(target=what, args=args, kwargs=options)
+    process = PROCESSES.Process(target=what, args=args, kwargs=options)
     process.start()
     return process
 
@@ -178,21 +183,49 @@ def test_killed_producers_and_a_killed_trainer_train_on_every_row_once(tmp_path,
     assert all(torch.equal(killed[name], plain[name]) for name in plain)
 
 
-def test_training_begins_with_the_first_part_and_says_that_it_waits(tmp_path, capfd):
-    """It starts before there is even a list, and its first step is over long before the last part is made."""
+def produce_after(folder, data, log):
+    """Make two parts; make the others once a row has been trained on."""
+    target = tiny_target()
+
+    def wait(module, args):
+        began = time.monotonic()
+        while len(list(folder.glob("*.safetensors"))) >= 2 and not log.exists():
+            assert time.monotonic() - began < 100, "nothing is trained on"
+            time.sleep(0.01)
+
+    target.model.register_forward_pre_hook(wait)
+    producer = TargetProducer(target, feature_identity(target, dtype=DTYPE, target_layer_ids=LAYERS))
+    FeatureWriter(folder, data, producer, SHARD).complete()
+
+
+def test_training_begins_with_the_first_parts_even_before_there_is_a_list(tmp_path, capfd):
     data, log = tokenized(20), tmp_path / "rows.log"
     trainer = start(
         train, tmp_path / "folder", tmp_path / "out", data, log=log, feature_retention="keep", num_train_epochs=1
     )
-    time.sleep(2)
-    produce(tmp_path / "folder", data, delay=0.2)
-    trainer.join(60)
+    while not (tmp_path / "out").exists():  # which a trainer makes first
+        time.sleep(0.05)
+    produce_after(tmp_path / "folder", data, log)
+    trainer.join(100)
     assert trainer.exitcode == 0 and count_rows(log, data) == Counter(range(20))
-    (listed,) = read_lists(tmp_path / "folder")
-    seen = [json.loads(line)[2] for line in log.read_text().splitlines()]
-    assert seen[0] < len(listed.parts) // 2 and seen == sorted(seen)
-    said = capfd.readouterr().err
-    assert "Waiting for a list of features" in said and f"Waiting for part 2 of {len(listed.parts)}" in said
+    assert json.loads(log.read_text().splitlines()[0])[2] <= 2 < len(list((tmp_path / "folder").glob("*.safetensors")))
+
+
+def test_a_row_whose_part_is_not_there_is_waited_for_with_a_line(made, tmp_path, capfd):
+    folder = shutil.copytree(made, tmp_path / "folder")
+    rows, (listed,) = open_rows(folder, tokenized(20)), read_lists(folder)
+    path, away = listed.parts[1].path(folder), tmp_path / "away"
+    expected = rows[listed.first_rows[1]]
+    path.rename(away)
+    threading.Timer(0.5, away.rename, [path]).start()
+    found = rows[listed.first_rows[1]]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert f"Waiting for part 2 of {len(listed.parts)} in {folder}" in capfd.readouterr().err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    threading.Timer(0.5, lambda: shutil.copytree(folder, empty, dirs_exist_ok=True)).start()
+    assert len(open_rows(empty, tokenized(20))) == 20
+    assert f"Waiting for a list of features in {empty}" in capfd.readouterr().err
 
 
 def test_kept_features_serve_several_epochs_later_ones_in_another_order_and_resumed_ones(tmp_path):

@@ -79,7 +79,8 @@ class TargetProducer:
     """A target in this process, which runs over `batch_size` documents at once. One without weights is loaded by
     `load` once a part is missing."""
 
-    concurrency, rows_per_part = 1, None
+    concurrency = 1
+    rows_per_part: int | None = None
 
     def __init__(
         self,
@@ -292,18 +293,19 @@ class FeatureWriter:
         """Print how large the cache is, and refuse a disk without space for it."""
         sizes = [stop - start for start, stop in pairwise(self._starts)]
         needed, free = sum(sizes[i] for i in missing), shutil.disk_usage(self.directory).free
-        limit = f", at most {decimal(self._limit)} at a time" if (self._limit or needed) < needed else ""
+        allowed = self._limit
+        limit = f", at most {decimal(allowed)} at a time" if allowed and allowed < needed else ""
         print(
             f"Feature cache in {self.directory}: {len(self.rows):,} rows, {sum(self.lengths):,} tokens, "
             f"{decimal(sum(sizes))} as {self.identity['dtype']}. To be written: "
             f"{decimal(needed)}{limit}, free on the disk: {decimal(free)}."
         )
-        if self._limit and max(sizes) > self._limit:
+        if allowed and max(sizes) > allowed:
             raise ValueError(
-                f"`feature_gigabytes` is {self._limit / 1e9:g}, and a part of the features takes up to "
+                f"`feature_gigabytes` is {allowed / 1e9:g}, and a part of the features takes up to "
                 f"{decimal(max(sizes))}: allow more."
             )
-        needed = min(needed, self._limit or needed)
+        needed = min(needed, allowed or needed)
         if free < needed + _RESERVED_BYTES:
             raise ValueError(
                 f"The feature cache needs {decimal(needed)} more in {self.directory}, where {decimal(free)} are free "

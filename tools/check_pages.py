@@ -261,15 +261,16 @@ def scripts() -> Faults:
 
 
 @cache
-def train_flags() -> set[str]:
-    """Ours, and transformers' own, which are read without importing it."""
+def train_flags(with_features: bool = False) -> set[str]:
+    """Ours, those of `features` alone if wanted, and transformers' own, which are read without importing it."""
     from dataclasses import fields
 
-    from hf_hyperdflash.training.flags import ScriptArguments, TrainingFlags
+    from hf_hyperdflash.training.flags import FeatureFlags, ScriptArguments, TrainingFlags
 
     (folder,) = importlib.util.find_spec("transformers").submodule_search_locations  # type: ignore[union-attr, misc]
     theirs = re.findall(r"^    (\w+): ", (Path(folder) / "training_args.py").read_text(), re.MULTILINE)
-    return {*theirs, *(field.name for kind in (ScriptArguments, TrainingFlags) for field in fields(kind))}
+    kinds = (ScriptArguments, TrainingFlags, *[FeatureFlags] * with_features)
+    return {*theirs, *(field.name for kind in kinds for field in fields(kind))}
 
 
 def commands() -> Faults:
@@ -299,8 +300,8 @@ def commands() -> Faults:
                 known |= {name for option in ours[rest[0]].params for name in option.opts}
             elif rest:
                 yield page, f"there is no command {rest[0]!r}"
-            if "train_drafter" in program or rest[:1] == ["train"] or " -- " in line:
-                known |= {f"--{flag}" for flag in train_flags()}
+            if "train_drafter" in program or rest[:1] in (["train"], ["features"]) or " -- " in line:
+                known |= {f"--{flag}" for flag in train_flags(rest[:1] == ["features"])}
             given = {word.partition("=")[0] for word in words if word.startswith("--")}
             for option in sorted(given - known):
                 yield page, f"{program} has no {option}"

@@ -16,6 +16,7 @@ from .data.encoding import end_ids_of
 from .data.rows import prepare_dataset
 from .data.templates import read_chat_template
 from .features.checking import check_rows
+from .features.engine import find_engine, served_checkpoint
 from .features.identity import feature_identity, token_bytes
 from .features.writing import FeatureWriter, Producer, TargetProducer
 from .flags import FeatureFlags, ScriptArguments
@@ -32,16 +33,22 @@ _PARTS, _MIN_ROWS, _MAX_BYTES = 64, 8, 2**26
 def main(argv: list[str] | None = None, prog: str | None = None) -> None:
     """Write the features as the flags say."""
     flags, script, args = parse(argv, prog)
+    if not script.target:
+        script.target = served_checkpoint(str(flags.endpoint), flags.served_model)
     loading.check_target(script.target)
     tokenizer = loading.load_tokenizer(script.target, script.trust_remote_code)
     if script.chat_template:
         tokenizer.chat_template = read_chat_template(script.chat_template, "--chat_template")
-    _say(f"Reading {', '.join(script.dataset or ())} ...")
     unloaded = loading.unloaded_target(script.target, trust_remote_code=script.trust_remote_code)
     layers = _layers(script, args, unloaded, tokenizer)
-    rows = read_rows(script, args, unloaded, tokenizer)
     folder = Path(flags.output)
     identity = feature_identity(unloaded, dtype=args.feature_dtype, target_layer_ids=layers, tokenizer=tokenizer)
+    engine = None
+    if flags.endpoint:
+        how = {"served_model": flags.served_model, "tokenizer": tokenizer, "concurrency": flags.concurrency}
+        engine = find_engine(flags.endpoint, folder, unloaded, identity, **how)
+    _say(f"Reading {', '.join(script.dataset or ())} ...")
+    rows = read_rows(script, args, unloaded, tokenizer)
     loaded: list[PreTrainedModel] = []
 
     def target() -> PreTrainedModel:
@@ -54,7 +61,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
             loaded.append(loading.load_target(script.target, **options))
         return loaded[0]
 
-    producer: Producer = TargetProducer(unloaded, identity, flags.batch_size, target)
+    producer: Producer = engine or TargetProducer(unloaded, identity, flags.batch_size, target)
     size = sum(map(len, rows["input_ids"])) * token_bytes(identity)
     size = min(size // min(_PARTS, -(-len(rows) // _MIN_ROWS)), _MAX_BYTES)
     writer = FeatureWriter(folder, rows, producer, size, flags.share, args.feature_gigabytes)
@@ -69,7 +76,11 @@ def parse(
 ) -> tuple[FeatureFlags, ScriptArguments, HyperDFlashTrainingArguments]:
     """Parse flags: those of `train`, of which some matter here, and this command's own."""
     parser = make_parser(argv, prog, (FeatureFlags, ScriptArguments, HyperDFlashTrainingArguments))
+    given = {part.partition("=")[0] for part in (sys.argv[1:] if argv is None else argv)}
+    parser._option_string_actions["--target"].required = "--endpoint" not in given  # which says what it serves
     flags, script, args = parse_known(parser, argv, "features")
+    if flags.served_model and not flags.endpoint:
+        raise ValueError(f"`--served_model` is {flags.served_model!r}, but no server is asked: add `--endpoint`.")
     args.output_dir = flags.output
     check_flags(script, args, "--output")
     if script.streaming:

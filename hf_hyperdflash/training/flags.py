@@ -40,7 +40,7 @@ _LEAST = {  # of whole numbers
     "kl_positions": 1, "num_anchors": 1, "loss_chunk_size": 1, "max_length": 2, "max_steps": 1, "seed": 0,
     "dataloader_num_workers": 0, "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1,
     "intermediate_size": 1, "draft_vocab_size": 0, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1, "check": 0,
-    "batch_size": 1,
+    "batch_size": 1, "concurrency": 1,
 }  # fmt: skip
 _NOT_NEGATIVE = (*LOSS_WEIGHTS, "rank_weight", "learning_rate", "weight_decay")
 _POSITIVE = ("kl_temperature", "loss_decay", "num_train_epochs", "save_steps", "feature_gigabytes")
@@ -279,6 +279,12 @@ class FeatureFlags:
     )  # fmt: skip
     check: int = _flag(0, "rows that are computed again here and compared")
     batch_size: int = _flag(8, "documents that the target runs over at once")
+    endpoint: str | None = _flag(
+        None, "a vLLM server with our connector, which makes the features instead of a target here; what it serves is "
+        "`--target`, unless that is given; for another server the error has the command that starts one",
+    )  # fmt: skip
+    served_model: str | None = _flag(None, "the model's name there; unset for its only one")
+    concurrency: int = _flag(64, "rows that the server is asked for at once")
 
     def __post_init__(self) -> None:
         check_fields(self, "--")
@@ -300,7 +306,7 @@ _OF_FEATURES = (
     "max_length", "packing",
 )  # fmt: skip
 _FEATURES_INTRODUCTION = """\
-usage: {prog} --target TARGET --dataset ROWS --output FOLDER [flags]
+usage: {prog} (--target TARGET | --endpoint URL) --dataset ROWS --output FOLDER [flags]
 
 Write the target's states of the rows that `train` with the same flags would train on, each once. It says bytes and
 hours first. Several of these commands may fill one folder, and

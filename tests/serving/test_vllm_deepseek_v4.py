@@ -82,6 +82,32 @@ def test_other_drafters_and_other_stages_get_what_vllm_gives():
     }
 
 
+def test_features_get_each_stream_as_a_state(monkeypatch):
+    """As vLLM makes the target for `extract_hidden_states`: without a drafter, so without a buffer for its streams."""
+    from hf_hyperdflash.serving.vllm import deepseek_v4
+
+    streams = torch.randn(5, STREAMS, WIDTH)
+
+    def made_by_vllm(self, *, vllm_config, prefix=""):
+        nn.Module.__init__(self)
+        self.model, self.config = Trunk(streams), SimpleNamespace(hc_mult=STREAMS, hidden_size=WIDTH)
+        self.model._mtp_hidden_buffer = None
+
+    monkeypatch.setattr(deepseek_v4.DeepseekV4ForCausalLM, "__init__", made_by_vllm)
+    monkeypatch.setattr(deepseek_v4, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
+    made = deepseek_v4.DeepseekV4WithStreams(
+        vllm_config=SimpleNamespace(
+            speculative_config=SimpleNamespace(
+                method="extract_hidden_states", draft_model_config=SimpleNamespace(hf_config=SimpleNamespace())
+            ),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+            model_config=SimpleNamespace(dtype=torch.float32),
+        )
+    )
+    hidden, states = made(torch.zeros(5), torch.arange(5))
+    assert torch.equal(hidden, streams.sum(1)) and torch.equal(torch.stack(states, dim=1), streams)
+
+
 def test_the_states_of_another_target_are_refused():
     drafter = tiny_drafter(tiny_target(), reducer="fc")
     with pytest.raises(ValueError, match="reads 4 residual streams, but the target hands out 3"):

@@ -1,4 +1,4 @@
-"""A training row's mask in pieces: one mask of all queries and keys of a long row would be the largest tensor by far."""
+"""A mask in pieces for training: one mask of all queries and keys of a long row would be the largest tensor by far."""
 
 from __future__ import annotations
 

@@ -10,26 +10,41 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from vllm.distributed import get_pp_group
 from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM
 
 from .config import reads_streams
 
 
 class DeepseekV4WithStreams(DeepseekV4ForCausalLM):
-    """vLLM's DeepSeek-V4; it differs only with a drafter that [`reads_streams`]."""
+    """vLLM's DeepSeek-V4; it differs only with a drafter that [`reads_streams`], and where features are made."""
 
-    hands_out_streams = False  # whether its auxiliary state is the pre-collapse residual
+    hands_out_streams = False  # whether its auxiliary states are the pre-collapse residual
+    stream_by_stream = False  # as a state for each stream, which is how features are kept; else as one
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         speculative = vllm_config.speculative_config
         drafter = getattr(speculative, "draft_model_config", None)
-        self.hands_out_streams = drafter is not None and reads_streams(drafter.hf_config)
+        self.stream_by_stream = getattr(speculative, "method", None) == "extract_hidden_states"
+        reads = drafter is not None and reads_streams(drafter.hf_config)
+        self.hands_out_streams = self.stream_by_stream or reads
+        if self.stream_by_stream and get_pp_group().is_last_rank and self.get_mtp_target_hidden_states() is None:
+            # vLLM makes the buffer for drafters alone.
+            rows = vllm_config.scheduler_config.max_num_batched_tokens
+            self.model._mtp_hidden_buffer = torch.empty(
+                rows, self.config.hc_mult * self.config.hidden_size, dtype=vllm_config.model_config.dtype
+            )
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Run vLLM's forward; the auxiliary state is `[tokens, config.hc_mult * config.hidden_size]`, by stream."""
+        """Run vLLM's forward; the auxiliary state is `[tokens, config.hc_mult * config.hidden_size]`, by stream, or
+        `[tokens, config.hidden_size]` for each stream."""
         output = super().forward(*args, **kwargs)
         if not self.hands_out_streams or not isinstance(output, tuple):
             return output
         hidden, _ = output
-        return hidden, [self.get_mtp_target_hidden_states()[: len(hidden)]]
+        streams = self.get_mtp_target_hidden_states()[: len(hidden)]
+        if self.stream_by_stream:
+            return hidden, list(streams.unflatten(-1, (-1, hidden.shape[-1])).unbind(1))
+        return hidden, [streams]

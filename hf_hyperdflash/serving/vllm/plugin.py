@@ -7,7 +7,9 @@ names of this package, unless a user sets [`STREAMS_VARIABLE`].
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
+from ...training.features.engine_protocol import CONNECTOR, STREAMS_VARIABLE
 from ..served_config import OTHERS, refusing
 from .config import VLLMConfig
 
@@ -15,17 +17,20 @@ from .config import VLLMConfig
 ARCHITECTURES = ("HyperDFlashDrafter", "DFlashHyperDFlashDrafter")
 # Names, because vLLM imports models only in the processes that run them.
 SERVED_DRAFTER = "hf_hyperdflash.serving.vllm.drafter:ServedDrafter"
+FEATURES = "hf_hyperdflash.serving.vllm.features:FeatureConnector"
+# vLLM recognizes that target by its name, so our class has to replace vLLM's own, and only if the user asks for it
+# ([`STREAMS_VARIABLE`]).
 DEEPSEEK_V4 = {"DeepseekV4ForCausalLM": "hf_hyperdflash.serving.vllm.deepseek_v4:DeepseekV4WithStreams"}
-# An environment variable: 1 makes DeepSeek-V4 return its residual streams. vLLM recognizes that target by its name, so
-# our class has to replace vLLM's own, and only if the user asks for it.
-STREAMS_VARIABLE = "HYPERDFLASH_DEEPSEEK_V4_PATHS"
 
 
 def register() -> None:
     """Let vLLM read and run this package's drafters."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    with suppress(ValueError):  # it is registered already
+        KVConnectorFactory.register_connector(CONNECTOR, *FEATURES.split(":"))
     AutoConfig.register(VLLMConfig.model_type, VLLMConfig, exist_ok=True)
     for model_type in OTHERS:
         AutoConfig.register(model_type, refusing(model_type, VLLMConfig.engine), exist_ok=True)

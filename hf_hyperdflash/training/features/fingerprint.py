@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...targets.registry import target_of
+from .part_file import sha256
 
 # No residual and no draft depends on these fields: a model's origin, its outputs, when it stops, calibration. All
 # other fields count, those of future models, too. The number of layers shows in the weights' names.
@@ -64,9 +64,10 @@ def changed_parts(recorded: str, target: PreTrainedModel, rounded_to: torch.dtyp
     return [part for part, word in words.items() if word != "-" and now[part] and not now[part].startswith(word)]
 
 
-def config_fields(config: PreTrainedConfig) -> dict[str, Any]:
+def config_fields(config: PreTrainedConfig | dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a configuration that computing may depend on, as JSON; nested fields have dotted names."""
-    return json.loads(json.dumps(dict(_flat(config.to_dict())), default=str, sort_keys=True))
+    fields = config if isinstance(config, dict) else config.to_dict()
+    return json.loads(json.dumps(dict(_flat(fields)), default=str, sort_keys=True))
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -140,7 +141,3 @@ def _mixed_sum(chunk: torch.Tensor) -> torch.Tensor:
         words ^= (words >> shift) & (2 ** (64 - shift) - 1)  # a shift of signed numbers repeats the sign
         words *= factor
     return words.sum()
-
-
-def sha256(*texts: str) -> str:
-    return hashlib.sha256(" ".join(texts).encode()).hexdigest()

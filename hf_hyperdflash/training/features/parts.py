@@ -8,12 +8,10 @@ part that is there is whole, and parts made anywhere are joined by putting their
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -21,19 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.filesize import decimal
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
-from .fingerprint import sha256
-from .identity import FEATURE_DTYPES, Identity, check_identity, identity_key, token_bytes
+from .identity import Identity, check_identity, identity_key, token_bytes
+from .part_file import ID_TYPE, part_path, sha256, write_atomically
 
-FORMAT, LISTS, UNFINISHED, READER = 4, "features*.json", ".tmp", "reader.json"
-_ID_TYPE = torch.int32
-SPACE_ADVICE = (
-    "Free some space or choose another directory, store it as dtype='float8' (half of bfloat16), use fewer rows, or "
-    "train with feature_source='online', which stores nothing."
-)
+FORMAT, LISTS, READER = 4, "features*.json", "reader.json"
 
 
 class Part(NamedTuple):
@@ -44,49 +36,15 @@ class Part(NamedTuple):
     tokens: int
 
     def path(self, directory: Path) -> Path:
-        return directory / f"{self.name}.safetensors"
-
-
-def row_digest(input_ids: torch.Tensor, position_ids: torch.Tensor) -> str:
-    """Return the digest of a row: 32 hexadecimal digits of SHA-256 over its token ids and positions, 64-bit numbers
-    each."""
-    ids, positions = (column.long().contiguous().numpy().tobytes() for column in (input_ids, position_ids))
-    return hashlib.sha256(ids + positions).hexdigest()[:32]
-
-
-def part_name(digests: Sequence[str]) -> str:
-    """Return the name of a part with the rows of these digests."""
-    return sha256(*digests)[:32]
+        return part_path(directory, self.name)
 
 
 def part_bytes(identity: Identity, rows: int, tokens: int) -> int:
     """Return the bytes on disk of a part without its header (under a kilobyte)."""
-    return tokens * (token_bytes(identity) + 2 * _ID_TYPE.itemsize) + rows * torch.int64.itemsize
+    return tokens * (token_bytes(identity) + 2 * ID_TYPE.itemsize) + rows * torch.int64.itemsize
 
 
 # Parts
-
-
-def encode(residual: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
-    """Return the tensors that a part has of a residual `[seq, streams, hidden_size]`: itself in a number format, for
-    `"float8"` with a float32 `scale`, `[seq, streams]`."""
-    kind = FEATURE_DTYPES[dtype]
-    if dtype != "float8":
-        return {"residual": residual.to(kind)}
-    residual = residual.float()
-    # At least the smallest normal number: a stream of zeros must not divide by zero.
-    scale = (residual.abs().amax(-1) / torch.finfo(kind).max).clamp(min=torch.finfo(torch.float32).tiny)
-    return {"residual": (residual / scale.unsqueeze(-1)).to(kind), "scale": scale}
-
-
-def save_part(
-    path: Path, key: str, rows: Sequence[Mapping[str, torch.Tensor]], stored: Mapping[str, torch.Tensor]
-) -> None:
-    """Write a part atomically. `rows` have `input_ids` and `position_ids`, `stored` is what [`encode`] returns, of all
-    rows end to end."""
-    columns = {name: torch.cat([row[name] for row in rows]).to(_ID_TYPE) for name in ("input_ids", "position_ids")}
-    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-    write_atomically(path, save({**columns, **stored, "lengths": lengths}, {"identity": key}))
 
 
 def part_defect(path: Path, key: str) -> str:
@@ -260,21 +218,3 @@ def read_reader(directory: Path, path: Path) -> Reader:
 
 def write_reader(directory: Path, reader: Reader) -> None:
     write_atomically(directory / READER, json.dumps(reader._asdict()).encode())
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file such that a reader, or the next call after a crash, finds all of it or nothing."""
-    unfinished = path.with_name(path.name + UNFINISHED)
-    try:
-        with open(unfinished, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        raise OSError(
-            f"Writing {path.name} ({decimal(len(data))}) to {path.parent} failed: {error.strerror}. The parts "
-            f"before it are complete: the same call continues after them.{f' {SPACE_ADVICE}' if is_full else ''}"
-        ) from error

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .fingerprint import sha256
 from .identity import Identity, check_identity, describe_target, feature_identity, identity_key, is_by_weights
+from .part_file import sha256
 from .parts import Part, PartList, check_joined, part_defect, read_lists, read_row
 from .writing import SHARD_SIZE, FeatureWriter, Rows, TargetProducer
 

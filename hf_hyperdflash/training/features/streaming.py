@@ -17,17 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from .identity import check_identity, feature_identity, identity_key, is_by_weights
 from .locking import hold
-from .parts import (
-    Reader,
-    check_joined,
-    part_bytes,
-    part_defect,
-    read_lists,
-    read_reader,
-    read_row,
-    row_digest,
-    write_reader,
-)
+from .part_file import row_digest
+from .parts import Reader, check_joined, part_bytes, part_defect, read_lists, read_reader, read_row, write_reader
 from .writing import Rows
 
 _POLL, _TELL_AGAIN = 0.2, 60  # seconds between two looks for a part, and two lines about it

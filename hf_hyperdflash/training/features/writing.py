@@ -28,21 +28,8 @@ from ..losses.objective import compute_document_residuals, split_documents
 from ..runs.progress import progress_bar
 from .identity import Identity, check_identity, identity_key
 from .locking import claim, one_at_a_time
-from .parts import (
-    SPACE_ADVICE,
-    Part,
-    Reader,
-    encode,
-    list_path,
-    part_bytes,
-    part_defect,
-    part_name,
-    read_lists,
-    read_reader,
-    row_digest,
-    save_part,
-    write_list,
-)
+from .part_file import SPACE_ADVICE, encode, part_name, row_digest, save_part
+from .parts import Part, Reader, list_path, part_bytes, part_defect, read_lists, read_reader, write_list
 
 if TYPE_CHECKING:
     import datasets
@@ -83,8 +70,8 @@ class Producer(Protocol):
     concurrency: int  # threads that call `make` at the same time
     rows_per_part: int | None  # of new parts; `None` for as many as fit into a part's size
 
-    def check(self) -> None:
-        """Raise a `ValueError` or an `OSError` if it can make no part."""
+    def check(self, longest: int) -> None:
+        """Raise a `ValueError` or an `OSError` if it cannot make parts of rows of up to `longest` tokens."""
 
     def make(self, job: Job) -> None:
         """Make the file of a part, or have it made, atomically ([`save_part`])."""
@@ -107,7 +94,7 @@ class TargetProducer:
         self.target, self.identity, self.batch_size, self.load = target, identity, batch_size, load
         self.vocab_size: int = target_of(target).config.vocab_size
 
-    def check(self) -> None:
+    def check(self, longest: int) -> None:
         self.target = self.load() if self.load else self.target
         if len(target_of(self.target).layers):
             return
@@ -275,7 +262,7 @@ class FeatureWriter:
             missing = self.missing()
             self._check_space(missing)
             if missing:
-                self.producer.check()
+                self.producer.check(max(self.lengths))
             if not self.list_path.exists():
                 write_list(self.list_path, self.identity, self.parts, self.digests, self.lengths, self.masks)
             for earlier in read_lists(self.directory):  # all of whose parts are in this list

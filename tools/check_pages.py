@@ -94,7 +94,8 @@ def what_contributors_are_told_of() -> Faults:
         for path in re.findall(r"`((?:\w+|\.ci)/[\w./-]*)`", text):
             if "NAME" not in path and not any((at / path).exists() for at in (ROOT, PACKAGE)):
                 yield page, f"there is no {path}"
-        for name in set(re.findall(r"`(\w+)`", text)) if page in RECIPES and page.stem != "sglang" else ():
+        names = re.findall(r"`(\w+)`", text) + re.findall(r"`[\w.]*\.(\w+)\([^`]*\)`", text)  # also of methods
+        for name in set(names) if page in RECIPES and page.stem != "sglang" else ():
             if "NAME" not in name and not any(name in each for each in defined):  # of a test a part is enough
                 yield page, f"nothing is called {name}"
 

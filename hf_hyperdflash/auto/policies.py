@@ -21,7 +21,7 @@ from ..trees.tree import ANCHOR, DraftTree
 from .acceptance import UNKNOWN, AcceptanceLine
 from .costs import RoundCosts
 
-MOST_NODES = 64  # of a tree
+MAX_AUTO_NODES = 64  # of a tree
 MEMORY = 32  # rounds that the mean of recent ones remembers
 FEW = 8  # rounds that an earlier judgement counts as, and that lie between probes at first
 RARE = 128  # rounds between probes, at most
@@ -103,7 +103,7 @@ class Outcome(NamedTuple):
 class FixedPolicy:
     """As many drafts as were asked for, every round."""
 
-    is_asked = True  # whether the drafter drafts in this round, and so is to know what was accepted
+    asks_drafter = True  # whether the drafter drafts in this round, and so is to know what was accepted
 
     def begin(self, length: int, draft_limits: Sequence[int]) -> int:
         """Begin a round after at most `length` tokens, and return how many drafts, one after the other, each sequence
@@ -146,8 +146,8 @@ class ChainPolicy(FixedPolicy):
         else:
             count = limit if stats.is_drafting or is_probe else 0
         self._min_drafts = count if self._is_trial else 1
-        self.is_asked = count > 0
-        if self.is_asked:
+        self.asks_drafter = count > 0
+        if self.asks_drafter:
             predicted = stats.costs.predict(length, limit, self._texts) if stats.is_tried else [0.0] * (limit + 1)
             # In tokens that this generation writes meanwhile: at least what rounds without the drafter do.
             self._costs = [cost * max(stats.speedup, 1.0) for cost in predicted]
@@ -198,9 +198,9 @@ class ChainPolicy(FixedPolicy):
         stats = self.stats
         # A generation's first round is slow, and so is a drafter's: they tell nothing.
         if not self._is_first and stats.trials > 0:
-            asked_for = drafts if self.is_asked else None
+            asked_for = drafts if self.asks_drafter else None
             stats.costs.observe(self._length, asked_for, seconds, self._texts, not stats.is_tried)
-        if self.is_asked and not self._is_first and not self._is_trial:
+        if self.asks_drafter and not self._is_first and not self._is_trial:
             cost = stats.costs.predict(self._length, drafts, self._texts)[drafts]
             stats.judge(tokens, cost, self._texts)
         stats.trials += self._is_trial
@@ -227,7 +227,7 @@ class TreePolicy(ChainPolicy):
         self.stats = self._trees if self.are_trees else self._known
         if not self.are_trees:
             return super().begin(length, draft_limits)
-        self._nodes = super().begin(length, [MOST_NODES if max(draft_limits) else 0])
+        self._nodes = super().begin(length, [MAX_AUTO_NODES if max(draft_limits) else 0])
         return max(draft_limits) if self._nodes else 0
 
     @staticmethod
@@ -239,7 +239,7 @@ class TreePolicy(ChainPolicy):
     def sampler(self, sampler: DraftSampler) -> DraftSampler:
         if not self.are_trees:
             return super().sampler(sampler)
-        node_cost = max(self._costs[-1] - self._costs[0], 0.0) / MOST_NODES
+        node_cost = max(self._costs[-1] - self._costs[0], 0.0) / MAX_AUTO_NODES
         return replace(sampler, tree_budget=self._nodes, node_admission=Admission(self.stats.acceptance, node_cost))
 
     def cut(self, tree: DraftTree) -> DraftTree:

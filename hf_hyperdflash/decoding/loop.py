@@ -1,5 +1,5 @@
-"""Speculative decoding, one page: draft, let the target verify, accept what the target would have written. Behind it
-the batch that the rounds are over.
+"""Speculative decoding, one page: draft, let the target verify, accept what the target would have written. Below it
+`Batch`: the sequences that share a round.
 
 Written here instead of plugging a candidate generator into transformers' loop because that loop runs past stop
 strings inside a block, feeds the prompt again when it continues from a filled cache, and cannot split V4's
@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, Outcome, TreePolicy
+from ..auto.policies import MAX_AUTO_NODES, BatchPolicy, ChainPolicy, FixedPolicy, Outcome, TreePolicy
 from ..drafters.base import AUTO
 from ..drafters.parts.context import DraftContext
 from ..targets.caches.name import CACHE, cache_of
@@ -69,8 +69,10 @@ def write(sequences: list[Sequence]) -> None:
         write_first_tokens(batch, batch.prefill())
         batch.compile_drafter()
         batch.drop_finished()
-        can_infer = batch.compiled is None and all(sequence.can_use_inference_mode for sequence in sequences)
-        no_gradients = torch.inference_mode if can_infer else torch.no_grad
+        allows_inference_mode = batch.compiled is None and all(
+            sequence.can_use_inference_mode for sequence in sequences
+        )
+        no_gradients = torch.inference_mode if allows_inference_mode else torch.no_grad
         with no_gradients():
             while batch.sequences:
                 run_round(batch)
@@ -91,22 +93,22 @@ def run_round(batch: Batch) -> None:
     streamed = sum(sequence.streamer_seconds for sequence in sequences)
 
     # Draft what fits into text and cache, and pays.
-    longest = max(sequence.tokens.end for sequence in sequences)
-    free = sys.maxsize if round_forward is None else round_forward.free(longest)
-    limits = [min(sequence.draft_limit(), free) for sequence in sequences]
+    end = max(sequence.tokens.end for sequence in sequences)
+    free_columns = sys.maxsize if round_forward is None else round_forward.free(end)
+    limits = [min(sequence.draft_limit(), free_columns) for sequence in sequences]
     max_drafts = policy.begin(max(lengths), limits)
     counts = [min(limit, max_drafts) for limit in limits]
     drafting = [(sequence, count) for sequence, count in zip(sequences, counts) if count]
     requests = [sequence.draft_request(count, policy.sampler(sequence.sampler)) for sequence, count in drafting]
     drafting_began = now()
-    drafts = iter(batch.pair.draft(requests))
+    drafted_trees = iter(batch.pair.draft(requests))
     draft_seconds = (now() - drafting_began) / max(len(requests), 1)
     trees = []
     for sequence, count in zip(sequences, counts):
-        tree = next(drafts) if count else batch.no_drafts
+        tree = next(drafted_trees) if count else batch.no_drafts
         sequence.stats.draft_seconds += draft_seconds if len(tree) else 0.0
         tree = policy.cut(tree) if count else tree
-        trees.append(tree.first(min(len(tree), free)))
+        trees.append(tree.first(min(len(tree), free_columns)))
 
     # Verify: one forward of the target over all anchors and drafts.
     texts = [sequence.tokens for sequence in sequences]
@@ -123,15 +125,17 @@ def run_round(batch: Batch) -> None:
         logits = accept(batch, round_, outputs, paths)
     finally:
         captured = batch.capture.pop()
+        # Of each sequence the anchor (0) and the accepted nodes (node + 1), as many as tokens were written: the last
+        # token that was written is the next anchor, and is in no cache.
         kept = [
             [0, *(node + 1 for node in path)][: sequence.tokens.end - 1 - start]
             for sequence, path, start in zip(sequences, paths, round_.starts)
         ]
         with batch.interruptible():
-            round_.accept(batch.cache, kept)
+            round_.keep(batch.cache, kept)
         for index, sequence in enumerate(sequences):
             sequence.residuals += [round_.residual(each, index, kept[index]) for each in captured]
-            sequence.catch_up(policy.is_asked)
+            sequence.catch_up(policy.asks_drafter)
     tell_observers(batch, round_, logits, paths)
 
     # Learn what the round cost, and what it brought.
@@ -147,7 +151,7 @@ def run_round(batch: Batch) -> None:
 
 
 def write_first_tokens(batch: Batch, outputs: TargetOutput) -> None:
-    """Write the first token of each sequence, by the target's forward over the prompts, of which all stays."""
+    """Write the first token of each sequence, from the forward over the prompts; nothing of it is taken back."""
     sequences, paths = batch.sequences, list[list[int]]([] for _ in batch.sequences)
     texts = [sequence.tokens for sequence in sequences]
     round_ = ChainRound(batch.target, texts, [batch.no_drafts] * len(texts))
@@ -156,7 +160,7 @@ def write_first_tokens(batch: Batch, outputs: TargetOutput) -> None:
     finally:
         if all(text.end > text.prompt_length for text in texts):  # else it was interrupted before
             for sequence in sequences:
-                sequence.catch_up(batch.policy.is_asked)
+                sequence.catch_up(batch.policy.asks_drafter)
     tell_observers(batch, round_, logits, paths)
     for sequence in sequences:
         sequence.stats.tokens, sequence.stats.draft_seconds = 1, 0.0  # the prompt's do not count
@@ -191,7 +195,7 @@ def tell_observers(batch: Batch, round_: ChainRound, logits: list[torch.Tensor],
 
 
 class Batch:
-    """Sequences on their way that share the forwards of their target; those that end leave it.
+    """Unfinished sequences that share the forwards of their target; those that end leave it.
 
     Args:
         sequences: One at least, of one target and drafter; several if the target can mask what each is not to see.
@@ -199,7 +203,7 @@ class Batch:
     Attributes:
         sequences: Those that have not ended.
         cache: The target's.
-        round_forward: Runs the target over the sequences' cache of rounds; `None` if they go on with `cache`.
+        round_forward: Runs the target over a cache of rounds; `None` where rounds run over `cache` itself.
         verification: How draft trees are verified over `cache`.
         policy: Who decides how much is drafted.
         max_positions: The most verification positions that a round may have.
@@ -217,7 +221,7 @@ class Batch:
         self.verification: TreeVerification = "chain"
         self.policy: FixedPolicy = FixedPolicy()
         budget = self.request.tree_budget
-        nodes = MOST_NODES if budget == AUTO else budget or 0
+        nodes = MAX_AUTO_NODES if budget == AUTO else budget or 0
         self.max_positions = 1 + max(nodes, *(each.num_drafts for each in sequences))
         self.compiled: CompiledForwards | None = None
         self._compiled_contexts: list[DraftContext] = []
@@ -287,7 +291,9 @@ class Batch:
             if self.verification == "fork" and not hasattr(self.cache, "batch_repeat_interleave"):
                 self.verification = "chain"  # of remote code's own cache
         if len(self.sequences) == 1:
-            store_context(self.cache, self.drafter, first.context)  # its own whenever they end alike
+            store_context(
+                self.cache, self.drafter, first.context
+            )  # the next turn takes it if both end at the same token
 
     def _choose_policy(self) -> None:
         """Draft trees if that is asked for and the target can verify them; and what pays, if that is asked for."""
@@ -303,7 +309,7 @@ class Batch:
             )
             budget = None
         for sequence in self.sequences:
-            sequence.sampler = replace(sequence.sampler, tree_budget=MOST_NODES if budget == AUTO else budget)
+            sequence.sampler = replace(sequence.sampler, tree_budget=MAX_AUTO_NODES if budget == AUTO else budget)
         if stats is not None and is_batch:
             self.policy = BatchPolicy(stats)
         elif stats is not None and budget == AUTO:
@@ -326,7 +332,7 @@ class Batch:
 
     @contextmanager
     def interruptible(self, round_: ChainRound | None = None) -> Iterator[None]:
-        """Let whoever goes on with the cache after an interruption, as of Ctrl-C inside, find it whole or be told.
+        """Leave the cache whole after an interruption (Ctrl-C), or mark it so that the next call refuses it.
 
         Rounds over a cache of their own leave the cache alone, whatever happens to them.
 
@@ -355,7 +361,7 @@ class Batch:
         return 0 if self.compiled is None else self.compiled.slow_calls
 
     def kwargs(self) -> dict[str, object]:
-        """Return the sequences' other arguments of the target as one's: tensors of one each are put together."""
+        """Return the target's other arguments for all sequences; tensors of one row each are concatenated."""
         shared = {**self.sequences[0].kwargs, CACHE: self.cache}
         if len(self.sequences) > 1:
             for name, value in self.sequences[0].kwargs.items():

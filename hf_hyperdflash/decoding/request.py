@@ -16,8 +16,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationConfig
 
-from ..auto.policies import MOST_NODES as MOST_NODES_OF_AUTO
-from ..auto.policies import DraftingStats
+from ..auto.policies import MAX_AUTO_NODES, DraftingStats
 from ..drafters.base import AUTO, Drafter, Observer
 from ..drafters.sampling import DraftRequest, DraftSampler
 from ..targets.caches.name import CACHE
@@ -26,8 +25,8 @@ from ..targets.registry import check_without_virtual_tokens, is_bound, is_drafte
 from ..targets.target import RewindableCache, Target
 from ..trees.tree import DraftTree
 
-# Arguments that ask for another way to generate than our loop. With the first ones transformers leaves a drafter out,
-# and with the others a drafter would leave them out, in silence.
+# Arguments that ask for another way to generate than our loop. With the first, transformers ignores a drafter. With a
+# drafter, transformers would ignore the others. Both say nothing.
 _WITHOUT_DRAFTS = "num_beams", "penalty_alpha", "custom_generate"
 _INSTEAD_OF_DRAFTS = "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "dola_layers", "is_assistant"
 _SHOWN = "output_hidden_states", "output_attentions"  # of which each text of a batch would have another length
@@ -73,7 +72,7 @@ class CheckedPairs(WeakKeyDictionary[Drafter, PairFacts]):
 
 @dataclass(frozen=True)
 class Pair:
-    """A drafter with one target, for one call: what is kept of the two are their facts, which hold neither."""
+    """A drafter with one target, for one call. Only their `facts` outlive it, and these refer to neither."""
 
     target: Target
     drafter: Drafter
@@ -166,7 +165,7 @@ class Request:
         ids: The prompts `[prompts, seq]`; `None` if there are none such.
         rows: How many texts are written.
         tree_budget: The most nodes of a draft tree, `"auto"` for what pays, `None` for chains.
-        pair: The target with the drafter. There is none without a drafter, nor are the next two.
+        pair: The target with the drafter. A request without a drafter has no `pair`, `num_drafts` or `drafting_stats`.
         num_drafts: The most drafts of a round, one after the other.
         drafting_stats: What "auto" knows of the pair, to draft what saves time; `None` to draft what is asked for.
 
@@ -408,10 +407,9 @@ class Request:
             )
 
     def static_cache_length(self, config: GenerationConfig, length: int) -> int:
-        """Return how long a static cache is to be that plain decoding needs at some `length`: the last round of a text
-        needs columns, too."""
+        """Return how long a static cache must be for a text of `length`: its last round needs columns behind it."""
         length = max(length, getattr(config, "max_cache_len", None) or 0)
-        counts = MOST_NODES_OF_AUTO, config.num_assistant_tokens, self.tree_budget
+        counts = MAX_AUTO_NODES, config.num_assistant_tokens, self.tree_budget
         positions = 1 + max(count for count in counts if isinstance(count, int))
         return math.ceil((length + positions) / _CACHE_STEP) * _CACHE_STEP
 
@@ -419,8 +417,8 @@ class Request:
         """Return whether nobody gets hold of what the rounds of a text compute, so that they run in torch's inference
         mode.
 
-        Every operation is cheaper in it than in `no_grad`: a round of a small target takes some 7 % less. But what it
-        computes takes no part in training afterwards. A caller gets hold of that who asks for scores, or passes the
+        Every operation is cheaper in it than in `no_grad`: a round of a small target takes some 7 % less. But autograd
+        cannot use what it computes afterwards. A caller gets hold of that who asks for scores, or passes the
         cache, or a processor or criterion (`called`) that may keep what it is asked about. So does an observer.
         """
         return not (

@@ -210,7 +210,7 @@ class ChainRound:
         """
         return captured[:, : len(kept)]
 
-    def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
+    def keep(self, cache: RewindableCache, kept: list[list[int]]) -> None:
         """Leave the positions `kept` of each sequence, a path from the anchor on, in the cache, and no others."""
         cache.crop(len(kept[0]) - self.width)  # also of none: it trims stock layers to their window
         self._check_length(cache, kept)
@@ -276,8 +276,8 @@ class MaskedRound(ChainRound):
     def residual(self, captured: torch.Tensor, index: int, kept: list[int]) -> torch.Tensor:
         return captured.index_select(1, self.layout.index(kept, captured.device))
 
-    def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
-        self.target.accept(cache, self.layout, kept[0])
+    def keep(self, cache: RewindableCache, kept: list[list[int]]) -> None:
+        self.target.keep(cache, self.layout, kept[0])
         self._check_length(cache, kept)
 
     def visible(self, position: int) -> list[int]:
@@ -344,8 +344,8 @@ class BatchRound(ChainRound):
         is_prefix = kept == list(range(len(kept)))
         return own[:, : len(kept)] if is_prefix else own[:, torch.tensor(kept, device=own.device)]
 
-    def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
-        self.round_forward.accept(kept, self.width, any(self.layouts))
+    def keep(self, cache: RewindableCache, kept: list[list[int]]) -> None:
+        self.round_forward.keep(kept, self.width, any(self.layouts))
 
     def abort(self, cache: RewindableCache) -> None:
         """Do nothing: a round counts no token before it is accepted."""
@@ -397,7 +397,7 @@ class ForkedRound(ChainRound):
         path = self._path_through(kept)
         return captured[path : path + 1, : len(kept)]
 
-    def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
+    def keep(self, cache: RewindableCache, kept: list[list[int]]) -> None:
         cache.crop(len(kept[0]) - self.length)
         cache.batch_select_indices(torch.tensor([self._path_through(kept[0])]))
         self._check_length(cache, kept)

@@ -140,12 +140,12 @@ class Sequence:
             self.stats.draft_seconds += self.now() - began
         self.context.end = end
 
-    def catch_up(self, is_asked: bool) -> None:
+    def catch_up(self, asks_drafter: bool) -> None:
         """Give the drafter what stays of a round, if it is asked for drafts or if that is much. Of what a drafter that
         is not asked would read, keep what is near."""
         end = self.tokens.end - 1
         is_behind = self.observer is not None and end - self.context.end >= _CATCH_UP
-        if self.finished or is_asked or is_behind:
+        if self.finished or asks_drafter or is_behind:
             self.extend(end)
         elif len(self.residuals) >= 2 * _CATCH_UP:
             del self.residuals[:_CATCH_UP]

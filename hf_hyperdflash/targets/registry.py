@@ -163,14 +163,14 @@ class DeepseekV4(HyperConnected):
         for layer in cast("list[RewindableSlidingCacheLayer]", cache.layers):
             layer.begin_tree(layout)
 
-    def accept(self, cache: RewindableCache, layout: TreeLayout, accepted: list[int]) -> None:
+    def keep(self, cache: RewindableCache, layout: TreeLayout, accepted: list[int]) -> None:
         for layer in cast("list[RewindableSlidingCacheLayer]", cache.layers):
-            layer.accept(accepted)
+            layer.keep(accepted)
 
     def abort_forward(self, cache: RewindableCache, start: int) -> None:
         for layer in cache.layers:
-            if hasattr(layer, "accept"):  # remote code's own layers verify no trees
-                layer.accept([])
+            if hasattr(layer, "keep"):  # remote code's own layers verify no trees
+                layer.keep([])
         super().abort_forward(cache, start)
 
     # The indexer

@@ -347,7 +347,7 @@ class Target:
     def begin_tree(self, cache: RewindableCache, layout: TreeLayout) -> None:
         """Prepare a cache for a masked forward over a draft tree."""
 
-    def accept(self, cache: RewindableCache, layout: TreeLayout, accepted: list[int]) -> None:
+    def keep(self, cache: RewindableCache, layout: TreeLayout, accepted: list[int]) -> None:
         """Keep the accepted path of a draft tree in the cache, and no other node.
 
         Args:

@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList
 
 from hf_hyperdflash.auto.acceptance import UNKNOWN, AcceptanceLine
 from hf_hyperdflash.auto.policies import (
-    MOST_NODES,
+    MAX_AUTO_NODES,
     BatchPolicy,
     ChainPolicy,
     DraftingStats,
@@ -64,7 +64,7 @@ class World:
         ]
         trees = [
             (1 + sum(self.survivals(0.0, nodes))) / (self.start + nodes * self.of_node)
-            for nodes in range(1, MOST_NODES + 1)
+            for nodes in range(1, MAX_AUTO_NODES + 1)
         ]
         return max(1 / PLAIN, *chains, *(trees if kind is TreePolicy else ())) / math.exp(self.noise**2 / 2)
 
@@ -95,10 +95,10 @@ def run(world: World, policy: Any, rounds: int, draw: random.Random, texts: int 
             accepted = [
                 next((k for k in range(drafts) if draw.random() >= world.chance), drafts) for _ in range(texts)
             ]
-            took = world.seconds(drafts if policy.is_asked else None)
+            took = world.seconds(drafts if policy.asks_drafter else None)
         took *= math.exp(world.noise * draw.gauss(0, 1))
         policy.end([outcome(drafts, kept) for kept in accepted], took)
-        tokens, spent, asked = tokens + 1 + sum(accepted) / texts, spent + took, asked + policy.is_asked
+        tokens, spent, asked = tokens + 1 + sum(accepted) / texts, spent + took, asked + policy.asks_drafter
     return Run(tokens, spent, asked, trees)
 
 
@@ -223,7 +223,7 @@ def test_what_tells_nothing_of_drafts_is_no_trial(kind):
     known, world = DraftingStats(), World(0.0)
     policy = kind(known)
     for _ in range(12):
-        assert policy.begin(30, [0]) == 0 and not policy.is_asked
+        assert policy.begin(30, [0]) == 0 and not policy.asks_drafter
         policy.end([outcome(0, 0)], 0.01)
     assert known.trials == 0 and not known.is_tried
     policy = ChainPolicy(known)

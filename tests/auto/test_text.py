@@ -60,7 +60,7 @@ def test_a_drafter_that_is_not_always_asked_hears_of_all_tokens(family, rows, ro
 
     def begin(self, length, rooms):
         count = min(rounds(next(asked)), max(rooms))
-        self.is_asked = count > 0
+        self.asks_drafter = count > 0
         return count
 
     for kind in (ChainPolicy, BatchPolicy):

@@ -50,7 +50,8 @@ _CHANGES_DRAFTS: dict[str, tuple[Any, ...]] = {
 
 
 class Given:
-    """The fields of a config.json. A call returns the first of some fields that is there, `None` if none is."""
+    """The fields of a config.json that some line of the table names. A call returns the first of some of them that is
+    there; `None` if none is, or if no line names it."""
 
     def __init__(self, name: str, top: Fields, layers: Fields, inner: Fields, values: Fields) -> None:
         self.name = name  # the checkpoint's, for errors

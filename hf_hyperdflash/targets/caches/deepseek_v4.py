@@ -167,7 +167,7 @@ class RewindableSlidingCacheLayer(DynamicSlidingWindowLayer):
         """Make the next forward one over a draft tree. It changes the layer only when [`accept`] is called."""
         self.tree_state = TreeState(layout)
 
-    def accept(self, accepted: list[int]) -> None:
+    def keep(self, accepted: list[int]) -> None:
         """End a draft tree: append the verification positions `accepted`, a path from the anchor on, as if they had
         come alone. An empty list appends nothing."""
         state, self.tree_state = self.tree_state, None

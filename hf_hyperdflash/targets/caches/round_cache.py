@@ -53,16 +53,16 @@ class RoundLayer(StaticLayer):
     """A layer during the rounds of one or several sequences.
 
     Token `t` of a sequence lies in column `t % capacity`. Full attention has a column for each token. The columns of
-    a sliding window go round: the window and a round fit into them together, so that rejected drafts overwrite
-    nothing that is still seen. To take drafts back is to count fewer tokens.
+    a sliding window are a ring: the window and a round fit into it together, so that rejected drafts overwrite nothing
+    that is still seen. To take drafts back is to count fewer tokens.
 
     Args:
         layer: The stock layer after the prompts, several padded on the left. A static one of full attention gives its
             buffers; instead of a dynamic one's there are buffers that grow.
         window: How many tokens a position sees, itself included; `None` for all.
         lengths: Tokens of each sequence's prompt.
-        starts: How many tokens of each sequence there are, `[batch]` on the device, one tensor for all layers. A
-            round's forward writes behind them.
+        starts: How many tokens of each sequence are in the cache, all before its anchor, `[batch]` on the device, one
+            tensor for all layers. A round's forward writes behind them.
         width: The most verification positions of a round.
 
     Attributes:
@@ -86,8 +86,8 @@ class RoundLayer(StaticLayer):
         self.kind = "sliding_attention" if is_sliding or window is not None else "full_attention"
         self.window, self.is_static = window, isinstance(layer, StaticLayer)
         # A caller's dynamic layer that keeps all tokens has to hold them at the end, whatever the window is.
-        self.goes_round = window is not None and is_sliding
-        if self.goes_round:
+        self.is_ring = window is not None and is_sliding
+        if self.is_ring:
             self.capacity = cast(int, window) - 1 + width
         else:
             self.capacity = layer.max_cache_len if isinstance(layer, StaticLayer) else max(lengths) + _GROWTH
@@ -103,7 +103,7 @@ class RoundLayer(StaticLayer):
             keep_addresses(self.keys, self.values)
         # So that no text is held twice: the stock layer's keys are a part of these until the end, and none of several
         # texts, whose cache nobody goes on with.
-        self._sharing = layer if len(lengths) == 1 and not (self.is_static or self.goes_round) else None
+        self._sharing = layer if len(lengths) == 1 and not (self.is_static or self.is_ring) else None
         if self._sharing is not None:
             self.give_back(self._sharing, lengths[0])
         elif len(lengths) > 1 and isinstance(layer, DynamicLayer):
@@ -117,10 +117,10 @@ class RoundLayer(StaticLayer):
     ) -> torch.Tensor:
         """Return a layer's keys or values with each sequence's tokens in their columns."""
         seen, columns = int(layer.get_seq_length()), states
-        if self.is_static and not self.goes_round and min(lengths) == seen:
+        if self.is_static and not self.is_ring and min(lengths) == seen:
             return states
         held = min(seen, states.shape[2])  # columns, the last ones of the padded prompts
-        if self.goes_round or not self.is_static:
+        if self.is_ring or not self.is_static:
             shape = *states.shape[:2], self.capacity, states.shape[3]
             columns = torch.zeros(shape, dtype=states.dtype, device=self.device)  # an offloaded layer's states are not
         for index, length in enumerate(lengths):
@@ -137,15 +137,15 @@ class RoundLayer(StaticLayer):
             width: Verification positions.
         """
         window = self.window or 0
-        more = (window - 1 if self.goes_round else longest) + width - self.capacity
+        more = (window - 1 if self.is_ring else longest) + width - self.capacity
         if self.is_static or more <= 0:
             return
-        more += 0 if self.goes_round else _GROWTH
+        more += 0 if self.is_ring else _GROWTH
         for name in ("keys", "values"):  # one after the other: no more than one of them is in memory twice
             old = cast(torch.Tensor, getattr(self, name))
             new = torch.nn.functional.pad(old, (0, 0, 0, more))
             # A tree is wider than was to be expected, and where a token lies depends on the capacity.
-            for row, length in enumerate(self.starts.tolist() if self.goes_round else ()):
+            for row, length in enumerate(self.starts.tolist() if self.is_ring else ()):
                 tokens = torch.arange(max(0, length - window + 1), length, device=self.device)
                 new[row, :, tokens % (self.capacity + more)] = old[row, :, tokens % self.capacity]
             setattr(self, name, new)
@@ -195,7 +195,7 @@ class RoundLayer(StaticLayer):
             Boolean `[batch, 1, positions, attended]`.
         """
         starts, count = self.starts[:, None], depths.shape[1]
-        # Of each column: its place in the round, or the token of before the round that it holds.
+        # Of each column: its place in the round, or which earlier token it holds.
         place = (torch.arange(self.attended, device=starts.device) - starts) % self.capacity
         token = starts - self.capacity + place
         is_before, is_of_round = (place >= count) & (token >= 0), place < count
@@ -218,22 +218,22 @@ class RoundLayer(StaticLayer):
         """
         start = int(self.starts)
         tokens = [*range(start), *(start + place for place in visible)]
-        return torch.tensor(tokens[-cast(int, self.window) :] if self.goes_round else tokens) % self.capacity
+        return torch.tensor(tokens[-cast(int, self.window) :] if self.is_ring else tokens) % self.capacity
 
     def give_back(self, layer: StaticLayer | DynamicLayer, length: int) -> None:
         """Make the stock layer, which this one was made of, hold the `length` tokens of the only sequence."""
         keys, values = cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
-        max_positions = length
-        if self.goes_round:
-            max_positions = layer.max_cache_len if isinstance(layer, StaticLayer) else cast(int, self.window) - 1
-            last = torch.arange(length - min(length, max_positions), length, device=self.device) % self.capacity
+        held = length
+        if self.is_ring:
+            held = layer.max_cache_len if isinstance(layer, StaticLayer) else cast(int, self.window) - 1
+            last = torch.arange(length - min(length, held), length, device=self.device) % self.capacity
             keys, values = keys[:, :, last], values[:, :, last]
         if not isinstance(layer, StaticLayer):
             layer.keys, layer.values = keys[:, :, :length], values[:, :, :length]
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = length
             return
-        if self.goes_round:
+        if self.is_ring:
             assert layer.keys is not None and layer.values is not None
             layer.keys[:, :, : keys.shape[2]], layer.values[:, :, : keys.shape[2]] = keys, values
         layer.cumulative_length.fill_(length)
@@ -258,7 +258,7 @@ class RoundCache(Cache):
         width: The most verification positions of a round.
 
     Attributes:
-        starts: How many tokens of each sequence there are, `[batch]`.
+        starts: How many tokens of each sequence are in the cache: all before its anchor. `[batch]`.
         capacity: The most tokens of a sequence; `None` if no layer sets a limit.
         capture: Of the residual streams of a compiled forward.
     """
@@ -292,7 +292,7 @@ class RoundCache(Cache):
         Args:
             longest: Tokens of the longest sequence before its anchor.
             width: Verification positions.
-            attended: Slots that a compiled round reads, no fewer than it needs; `None` for an eager round, which
+            attended: Columns that a compiled round reads, no fewer than it needs; `None` for an eager round, which
                 also gets the columns once for all layers.
         """
         places = torch.arange(width, device=self.starts.device)
@@ -342,10 +342,10 @@ class RoundForward:
         target: The target.
         cache: transformers' cache after the prompts, several padded on the left.
         lengths: Tokens of each sequence's prompt.
-        longest: The most tokens of a sequence that will be in the cache.
+        final_length: The most tokens of a sequence that will be in the cache.
         masks: Which of them are no padding, `[1, tokens]` each; `None` if all are.
         max_positions: The most verification positions of a round.
-        is_fixed: Whether almost all rounds have so many.
+        is_fixed: Whether nearly every round has `max_positions`, as without "auto".
         compiled: Runs compiled forwards; `None` for eager ones.
         capture: Of the residual streams.
 
@@ -359,7 +359,7 @@ class RoundForward:
         target: Target,
         cache: Cache,
         lengths: Sequence[int],
-        longest: int,
+        final_length: int,
         masks: Sequence[torch.Tensor | None],
         max_positions: int,
         is_fixed: bool,
@@ -372,7 +372,7 @@ class RoundForward:
         # these columns, as in plain decoding.
         columns = [getattr(layer, "max_cache_len", sys.maxsize) for layer in cache.layers]
         windows = [
-            None if window is None or longest <= count < window else min(window, count)
+            None if window is None or final_length <= count < window else min(window, count)
             for window, count in zip(target.windows, columns)
         ]
         self.cache = RoundCache(cache, windows, lengths, max_positions)
@@ -392,9 +392,9 @@ class RoundForward:
                 if mask is not None:
                     row[: mask.shape[1]] = mask[0].bool()
 
-    def free(self, longest: int) -> int:
-        """Return how many drafts a round has columns for whose longest sequence has so many tokens."""
-        return min(self.max_tokens - longest, self.max_positions - 1) if self._is_static else sys.maxsize
+    def free(self, end: int) -> int:
+        """Return how many drafts fit behind a longest sequence that ends at `end`, its anchor included."""
+        return min(self.max_tokens - end, self.max_positions - 1) if self._is_static else sys.maxsize
 
     @property
     def index(self) -> torch.Tensor:
@@ -489,8 +489,9 @@ class RoundForward:
         mask = mask[:, :, :count, past - longest : past + count]
         return {window: mask for window in windows}
 
-    def accept(self, kept: list[list[int]], width: int, has_trees: bool) -> None:
-        """Keep the positions `kept` of each sequence, a path from the anchor on, and no others.
+    def keep(self, kept: list[list[int]], width: int, has_trees: bool) -> None:
+        """Keep the positions `kept` of each sequence, a path from the anchor on. The others stay in their columns,
+        uncounted, until they are overwritten.
 
         Args:
             kept: Of each sequence.

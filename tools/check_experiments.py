@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 
 from hf_hyperdflash import load_drafter  # noqa: E402
 from hf_hyperdflash.decoding.stats import keep_trees  # noqa: E402
-from hf_hyperdflash.drafters.blocks.path import BlockPath  # noqa: E402
+from hf_hyperdflash.drafters.blocks.drafter import BlockPath  # noqa: E402
 from hf_hyperdflash.targets.registry import target_of  # noqa: E402
 from hf_hyperdflash.training.data.encoding import encode_prompts  # noqa: E402
 from tests.conftest import MODELS, prompt, tiny_drafter, tiny_target  # noqa: E402

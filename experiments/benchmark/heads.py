@@ -40,7 +40,7 @@ from hf_hyperdflash import HyperDFlashDrafter, load_drafter, load_target, measur
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
-from hf_hyperdflash.drafters.blocks.path import BlockPath
+from hf_hyperdflash.drafters.blocks.drafter import BlockPath
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.hub.loading import check_target, load_tokenizer
 from hf_hyperdflash.targets.registry import target_of

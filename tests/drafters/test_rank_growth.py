@@ -17,7 +17,7 @@ from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.auto.acceptance import AcceptanceLine
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
-from hf_hyperdflash.drafters.unrolled.rank_growth import BlockStep, grow_blocks
+from hf_hyperdflash.drafters.unrolled.modeling_specblock import BlockStep, grow_blocks
 from hf_hyperdflash.trees.growth import ACCEPTED, Admission, level_sizes
 
 from ..helpers.draft_trees import SAMPLING_RULES, steps_by

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hyperdflash.drafters.blocks.path import BlockPath
+from hf_hyperdflash.drafters.blocks.drafter import BlockPath
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.serving.ordered_drafts import ordered_logits
 from hf_hyperdflash.targets.registry import target_of

@@ -10,6 +10,7 @@ import torch
 
 from ...targets.caches.round_cache import write_columns
 from ...targets.compiled import CompiledForwards, attended_for, keep_addresses
+from ...targets.target import Target
 from ...trees.padding import Padding
 from ..sampling import DraftRequest
 from .block_attention import AttentionSpan
@@ -27,6 +28,7 @@ class HasLayers(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
+    def layers_read(self, target: Target) -> Sequence[int]: ...
 
 
 class DraftContext:
@@ -125,23 +127,30 @@ def anchors_of(requests: Sequence[DraftRequest], device: torch.device) -> tuple[
 
 def compile_contexts(
     drafter: HasLayers,
+    target: Target,
     contexts: Sequence[DraftContext],
     columns: int,
     spare: int,
-    pending: tuple[torch.Tensor, ...],
+    max_new: int,
     run: CompiledForwards,
+    has_ids: bool = False,
 ) -> None:
     """Let the rounds of a batch run compiled: its contexts get a buffer that never grows.
 
     Args:
         drafter: The drafter.
+        target: The target that it reads.
         contexts: Of all texts.
         columns: The most keys of a text.
         spare: As in [`CompiledRounds`].
-        pending: As there, of zeros.
+        max_new: The most pending tokens of a text.
         run: Runs functions compiled.
+        has_ids: Whether the tokens that follow are pending, too.
     """
-    buffer = _move(drafter, contexts, columns + spare)
+    buffer, shape, device = _move(drafter, contexts, columns + spare), (len(contexts), max_new), drafter.device
+    width = len(drafter.layers_read(target)) * target.streams, drafter.config.target_hidden_size
+    residual = torch.zeros(*shape, *width, dtype=target.dtype, device=device)
+    pending = residual, *torch.zeros(1 + has_ids, *shape, dtype=torch.long, device=device)
     keep_addresses(*pending, *(part for layer in buffer for part in layer))
     rounds = CompiledRounds(run, contexts, buffer, pending, spare)
     for context in contexts:

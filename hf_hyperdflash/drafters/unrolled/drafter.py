@@ -347,13 +347,8 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
         # Behind a text there are a round's entries, some of which only fill up, and its later blocks, pass by pass.
         max_blocks = width_of_pass(max(self.max_blocks(max_drafts, draws) for draws in (False, True)))
         spare = (max_new + config.max_blocks * max_blocks) * config.block_size
-        width = len(self.layers_read(target)) * target.streams
-        pending = (
-            torch.zeros(len(contexts), max_new, width, config.target_hidden_size, dtype=target.dtype),
-            *torch.zeros(2, len(contexts), max_new, dtype=torch.long),
-        )
-        pending = tuple(part.to(self.device) for part in pending)
-        compile_contexts(self, contexts, max_tokens * config.block_size, spare, pending, compiled)
+        columns = max_tokens * config.block_size
+        compile_contexts(self, target, contexts, columns, spare, max_new, compiled, has_ids=True)
         return contexts
 
     def max_blocks(self, budget: int, do_sample: bool) -> int:

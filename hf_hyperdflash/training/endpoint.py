@@ -122,7 +122,8 @@ class Requests:
         self.endpoint, self.concurrency, self.timeout = endpoint, concurrency, timeout
         self.report = report or (lambda line: print(line, file=sys.stderr))
         self.retried = 0
-        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._here = threading.local()  # has, in a thread of `map`, what says that nobody waits for it any more
 
     def post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
         """Ask the server's model, and return the answer; several threads may call this.
@@ -138,12 +139,14 @@ class Requests:
             RequestRefused: if the request is wrong, or fails again and again.
             ServerError: if no request can do better: a wrong key, an address that there is not, or no server.
         """
-        url, stopped = f"{self.endpoint.root}{path}", self._stopped
+        url, stopped = f"{self.endpoint.root}{path}", getattr(self._here, "stopped", None) or threading.Event()
         tries, waits, away_since = 0, 0, None
-        while True:
+        while not stopped.is_set():
             try:
                 return fetch_json(url, {"model": self.endpoint.model, **body}, self.timeout)
             except ServerError as error:
+                if stopped.is_set():
+                    break
                 if error.status in _UNUSABLE:
                     raise
                 if error.status is not None and error.status >= 400 and error.status not in (*_FAILED, *_AWAY):
@@ -161,9 +164,9 @@ class Requests:
                     if tries == MAX_TRIES:
                         raise RequestFailed(f"{error} It was tried {tries} times.") from error
                 self._count(error)
-            if stopped.wait(min(FIRST_WAIT * 2**waits, LONGEST_WAIT)):
-                raise RequestRefused("Nobody waits for this answer any more.")
+            stopped.wait(min(FIRST_WAIT * 2**waits, LONGEST_WAIT))
             waits += 1
+        raise RequestRefused("Nobody waits for this answer any more.")
 
     def _count(self, error: ServerError) -> None:
         with self._lock:
@@ -180,9 +183,10 @@ class Requests:
 
         If `ask` raises [`RequestRefused`], this is what is yielded of the item; other errors are raised."""
         todo, done = SimpleQueue[list[Item]](), SimpleQueue[tuple[Item, Any]]()
-        stopped = self._stopped = threading.Event()
+        stopped = threading.Event()
 
         def work() -> None:
+            self._here.stopped = stopped
             while given := todo.get():
                 try:
                     done.put((given[0], ask(given[0])))

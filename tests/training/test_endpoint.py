@@ -160,7 +160,9 @@ def test_what_no_request_can_do_better_ends_the_run(status, words):
     assert len(server.asked) == 1
 
 
-def test_a_caller_that_stops_leaves_nothing_behind():
+def test_a_caller_that_stops_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(endpoints, "FIRST_WAIT", 60.0)  # nobody waits so long before the request is tried again
+    monkeypatch.setattr(endpoints, "LONGEST_WAIT", 60.0)
     with serving(Troubled({number: [500] * 100 for number in range(1, 9)})) as server:
         client = Requests(Endpoint(server.root, "tiny"), 4, 5.0, report=lambda line: None)
         running = threading.active_count()
@@ -172,6 +174,9 @@ def test_a_caller_that_stops_leaves_nothing_behind():
             time.sleep(0.01)
         assert threading.active_count() == running
         assert dict(client.map(lambda number: number, "ab")) == {"a": "a", "b": "b"}  # it can be used again
+        monkeypatch.setattr(endpoints, "FIRST_WAIT", 0.01)
+        server.troubles[9] = [500]
+        assert client.post(PATH, {"prompt": 9}) == {"even": False} and server.asked.count(9) == 2
 
 
 STOPPED = """

@@ -199,7 +199,9 @@ class WrittenAnswers:
             raise ValueError(
                 f"{self.path} has answers of other settings: {differ}. Name another --output, or delete that one."
             )
-        self.settings = {**then, **settings}  # another way of answering may go on, and only the first has a dtype
+        # Another way of answering may go on. One of them has a dtype, and one the target's whole name.
+        self.settings = {**then, **settings}
+        self.settings["target"] = max(then.get("target", ""), settings["target"], key=len)
         self.answers = self._read()
         self.cut = [answers[-1][1] for answers in self.answers.values()]
 

@@ -202,6 +202,7 @@ GOOD = {"cache": "ab" * 32, "row": 0, "digest": row_digest(IDS, torch.arange(3))
         ({"piece_of": "../escaped"}, "`piece_of` is '../escaped'"),
         ({"layers": [3]}, "keeps the states"),
         ({"shared_storage_path": "/tmp/escaped"}, "shared_storage_path"),
+        ({"token": "../../escaped"}, "`token` is '../../escaped'"),
     ],
 )
 def test_what_no_client_sends_writes_nothing(served, wrong, words):

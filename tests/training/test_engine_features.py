@@ -126,7 +126,8 @@ def test_files_are_in_the_folder(piece_of):
     assert path.parent == Path("/data/features") and path.suffix == (".piece" if piece_of else ".safetensors")
     assert token_path(Path("/data"), "1e" * 16) == Path("/data") / f"{'1e' * 16}.token"
     for token in ("../x", "1e" * 15, None, 3, "1e" * 16 + "\n"):
-        assert token_path(Path("/data"), token) is None
+        with pytest.raises(ValueError, match="32 hexadecimal digits"):
+            token_path(Path("/data"), token)
 
 
 # The client

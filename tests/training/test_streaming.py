@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hf_hyperdflash.training.features.streaming import FolderOrder, StreamedFeat
 from hf_hyperdflash.training.features.writing import FeatureWriter, TargetProducer
 
 from ..conftest import tiny_target
+from ..helpers.processes import python
 from ..helpers.refusals import Refusal
 from ..helpers.training import rows, tiny_drafter, trainer_for
 
@@ -338,3 +340,38 @@ def test_two_trainings_do_not_delete_from_one_folder(made, tmp_path):
     lock = hold(folder / "reader")
     Refusal(beside(folder, **DELETE).train, ("reader", "another process", "another folder")).check()
     lock.release()
+
+
+TWO_PROCESSES = """
+import os, sys
+from pathlib import Path
+from tests.training.test_streaming import tokenized, train
+folder = Path(sys.argv[1])
+everything = tokenized(25)
+trainer = train(
+    folder / "features", folder / "out", everything.select(range(4, 25)), everything.select(range(4)),
+    log=folder / f"{os.environ['RANK']}.log", feature_retention="delete", feature_gigabytes=float(sys.argv[2]),
+    num_train_epochs=1, save_strategy="no",
+)
+trainer.evaluate()
+trainer.leave_group()
+"""
+
+
+@pytest.mark.nightly  # two processes import transformers
+def test_two_processes_read_their_own_rows_and_delete_them_once(tmp_path):
+    """21 rows in steps of four: the last step is filled up with rows that are still there."""
+    data, limit = tokenized(25), limit_for(tokenized(25), 12)
+    producer = start(produce, tmp_path / "features", data, gigabytes=limit)
+    (tmp_path / "run.py").write_text(TWO_PROCESSES)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
+    done = python(*launcher, tmp_path / "run.py", tmp_path, limit, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    producer.join(60)
+    assert producer.exitcode == 0
+    each = [count_rows(tmp_path / f"{rank}.log", data.select(range(4, 25))) for rank in range(2)]
+    assert each[0].total() == each[1].total() == 12 and set(each[0]) | set(each[1]) == set(range(21))
+    assert sorted((each[0] + each[1]).items())[:18] == [(row, 1) for row in range(18)]
+    (listed,) = read_lists(tmp_path / "features")
+    assert read_reader(tmp_path / "features", listed.path).is_over

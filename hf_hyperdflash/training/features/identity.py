@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
+from ...drafters.weights import weight_files
 from ...targets.registry import target_of
 from .checkpoint import checkpoint_source
 from .fingerprint import config_fields, target_fingerprint
@@ -22,6 +26,7 @@ from .part_file import FEATURE_DTYPES, sha256
 
 Identity: TypeAlias = dict[str, Any]
 
+_PLAIN = ("F64", "F32", "F16", "BF16")  # numbers of a file that a loaded weight has, too
 _SOURCES = ("revision", "files", "head", "body")  # how a checkpoint is known; the last two are digests of weights
 
 
@@ -53,7 +58,7 @@ def describe_target(target: PreTrainedModel, by_weights: bool = False) -> Identi
     target_of(target)  # raises if it is no target
     name = str(target.config._name_or_path or "")
     source = {} if by_weights else checkpoint_source(name, getattr(target.config, "_commit_hash", None))
-    if not source:
+    if not source or not _is_as_saved(target, name, source.get("revision", "")):
         source = {part: digest for part, digest in target_fingerprint(target).items() if part != "config"}
     return {"repository": name, **source, "config": config_fields(target.config)}
 
@@ -61,6 +66,29 @@ def describe_target(target: PreTrainedModel, by_weights: bool = False) -> Identi
 def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     vocabulary = [f"{token} {number}" for token, number in sorted(tokenizer.get_vocab().items())]
     return {"vocabulary": sha256(*vocabulary), "template": sha256(str(tokenizer.chat_template))}
+
+
+@torch.no_grad()
+def _is_as_saved(target: PreTrainedModel, name: str, commit: str) -> bool:
+    """Return whether a corner of every weight is that of its file, where both have it by one name and as plain
+    numbers. Weights that were merged, trained or drawn in code are not."""
+    folder = Path(name)
+    if not folder.exists():
+        how: dict[str, Any] = {"revision": commit, "local_files_only": True}
+        with suppress(OSError):
+            folder = Path(str(cached_file(name, "config.json", **how))).parent
+    weights = {key: value for key, value in target.state_dict().items() if type(value) is torch.Tensor}
+    with suppress(OSError):  # of a checkpoint that is not whole here
+        for file in weight_files(folder):
+            with safe_open(folder / file, "pt") as saved:
+                for key in set(saved.keys()) & weights.keys():
+                    values, own = saved.get_slice(key), weights[key]
+                    is_plain = values.get_dtype() in _PLAIN and own.is_floating_point() and not own.is_meta
+                    if is_plain and own.dim() and values.get_shape() == list(own.shape):
+                        corner = tuple(slice(8) for _ in own.shape)
+                        if not torch.equal(values[corner].to(own.dtype), own[corner].cpu()):
+                            return False
+    return True
 
 
 def identity_key(identity: Identity) -> str:

@@ -1,4 +1,4 @@
-"""`hf-hyperdflash answers`: a dataset's prompts, answered by the target itself."""
+"""`hf-hyperdflash answers`: a dataset's prompts, answered by the target itself, here or by a server of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Annotated
 from typer import BadParameter, Option
 
 from . import options
-from .session import Session, announce, check_text, check_writable, use_cache_if_offline, with_session
+from .session import (
+    SessionOrServer,
+    announce,
+    check_text,
+    check_writable,
+    use_cache_if_offline,
+    with_session,
+)
 
 
 def _top_p(value: float) -> float:
@@ -20,11 +27,15 @@ def _top_p(value: float) -> float:
 
 @with_session
 def answers(
-    session: Session,
+    session: SessionOrServer,
     data: Annotated[list[str], Option(help="A .jsonl, .json or .parquet file or a Hub name; repeatable.")],
     output: Annotated[
         Path, Option(dir_okay=False, help="A .jsonl file of conversations; a stopped run continues there.")
     ],
+    endpoint: options.Endpoint = None,
+    model: options.ServedModel = None,
+    concurrency: options.Concurrency = None,
+    timeout: options.Timeout = None,
     split: Annotated[str, Option(help="Of the datasets.")] = "train",
     limit: Annotated[int | None, Option(min=1, help="Rows of each dataset; all if unset.")] = None,
     question_suffix: Annotated[str, Option(help="Put after the question of question/answer rows.")] = "",
@@ -32,7 +43,9 @@ def answers(
         Path | None, Option(exists=True, dir_okay=False, help="A Jinja file, where the tokenizer has none.")
     ] = None,
     thinking: Annotated[bool, Option("--thinking", help="Reason first; stored as reasoning_content.")] = False,
-    batch_size: Annotated[int, Option(min=1, help="Prompts that are answered together.")] = 64,
+    batch_size: Annotated[
+        int | None, Option(min=1, help="Prompts that are answered together here; 64 if unset.")
+    ] = None,
     max_prompt_length: Annotated[int, Option(min=1, help="Tokens; a longer prompt ends its conversation.")] = 4096,
     max_new_tokens: options.NewTokens = 256,
     temperature: options.Temperature = 0.0,
@@ -42,41 +55,68 @@ def answers(
     """Let the target answer a dataset's prompts: drafters that are trained on its own answers accept more."""
     check_writable(output.parent)
     check_text(question_suffix, "`--question-suffix`")
-    target = session.target
-    use_cache_if_offline(target, *data)
-    session.check()
+    session.check_producer(
+        endpoint,
+        here={"--chat-template": chat_template, "--batch-size": batch_size},
+        there={"--model": model, "--concurrency": concurrency, "--timeout": timeout},
+    )
+    use_cache_if_offline(session.target or None, *data)
+    if endpoint is None:
+        session.check()
     import torch
 
     from ..hub.loading import load_tokenizer
-    from ..training.data.answers import AnswerSettings, WrittenAnswers, check_tokenizer, read_conversations
+    from ..training.data.answers import (
+        AnswerSettings,
+        WrittenAnswers,
+        answer_here,
+        check_tokenizer,
+        read_conversations,
+    )
+    from ..training.data.served_answers import ServedTarget
     from ..training.data.templates import read_chat_template
+    from ..training.endpoint import Requests, find_endpoint
 
     settings = AnswerSettings(
-        question_suffix,
-        max_prompt_length,
-        max_new_tokens,
-        temperature,
-        top_p,
-        thinking,
-        seed,
-        session.dtype,
-        batch_size,
-    )
-    tokenizer = load_tokenizer(target, session.trust_remote_code)
-    if chat_template:
-        tokenizer.chat_template = read_chat_template(chat_template, "--chat-template")
-    check_tokenizer(target, tokenizer, thinking)
+        question_suffix, max_prompt_length, max_new_tokens, temperature, top_p, thinking, seed,
+        dtype=session.dtype, batch_size=batch_size or 64,
+    )  # fmt: skip
+    if endpoint is None:
+        target, tokenizer, requests = session.target, load_tokenizer(session.target, session.trust_remote_code), None
+        if chat_template:
+            tokenizer.chat_template = read_chat_template(chat_template, "--chat-template")
+        check_tokenizer(target, tokenizer, thinking)
+    else:
+        requests = Requests(find_endpoint(endpoint, model), concurrency or 64, timeout or 600, report=_say)
+        target, tokenizer = requests.endpoint.target(), None
     conversations = read_conversations(data, tokenizer, settings, split, limit)
     written = WrittenAnswers(output, settings.written(target, tokenizer))
-    waiting = {conversation.prompt_id for conversation in conversations} - written.answers.keys()
-    if waiting:
-        if written.answers:
-            print(f"{len(written.answers)} rows are in {output} already, {len(waiting)} prompts to answer.")
-        announce("target", target)
-        model = session.load_target(is_exact=False)
-        if session.dtype is None and model.dtype == torch.bfloat16 and model.device.type == "cpu":
-            print("In bfloat16, which this CPU multiplies faster; `--dtype float32` for float32.", file=sys.stderr)
-        written.add(model, conversations)
-    else:
+    waiting = [conversation for conversation in conversations if conversation.prompt_id not in written.answers]
+    if not waiting:
         print(f"All {len(conversations)} prompts are answered already.")
+        print(written.summary(max_new_tokens))
+        return
+    if written.answers:
+        print(f"{len(written.answers)} rows are in {output} already, {len(waiting)} prompts to answer.")
+    if requests is not None:
+        served = ServedTarget(requests, settings, report=_say)
+        try:
+            written.add(conversations, served.answer(waiting))
+        finally:
+            if said := served.summary():
+                _say(said)
+        if served.refused and not written.cut:
+            raise ValueError(f"No prompt has an answer: {served.refused[0]}")
+    else:
+        announce("target", target)
+        loaded = session.load_target(is_exact=False)
+        if session.dtype is None and loaded.dtype == torch.bfloat16 and loaded.device.type == "cpu":
+            print("In bfloat16, which this CPU multiplies faster; `--dtype float32` for float32.", file=sys.stderr)
+        written.add(conversations, answer_here(loaded, conversations, written.answers))
     print(written.summary(max_new_tokens))
+
+
+def _say(line: str) -> None:
+    from tqdm.auto import tqdm
+
+    tqdm.write(" ".join(line.split()), file=sys.stderr)  # above the bar

@@ -57,6 +57,18 @@ TreeBudget = Annotated[
 
 
 Target = Annotated[str, Option(help="Path or Hub id of the target, or of a GGUF file in it: org/name/model.gguf.")]
+TargetOrNone = Annotated[str, Option(help="Path or Hub id of the target, or of a GGUF file in it; or --endpoint.")]
+Endpoint = Annotated[
+    str | None, Option(help="Address of a server of OpenAI's protocol that serves the target, instead of --target.")
+]
+ServedModel = Annotated[
+    str | None,
+    Option("--model", "--served-model", help="What the server calls the target, if it serves several."),
+]
+Concurrency = Annotated[int | None, Option(min=1, help="Requests to the server in flight; 64 if unset.")]
+Timeout = Annotated[
+    float | None, Option(min=1, help="Seconds that the server may take for an answer, or be away; 600 if unset.")
+]
 Drafter = Annotated[
     str,
     Option(help=f"Path or Hub id of the drafter, or {PROMPT_LOOKUP}; `hf-hyperdflash drafters TARGET` lists others'."),

@@ -6,8 +6,8 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,20 +137,50 @@ class Session:
         )
 
 
+@dataclass(frozen=True)
+class SessionOrServer(Session):
+    """What a command asks whose work is a target's here, or a server's (`--endpoint`)."""
+
+    target: options.TargetOrNone = ""
+
+    def check_producer(
+        self, endpoint: str | None, here: Mapping[str, object] | None = None, there: Mapping[str, object] | None = None
+    ) -> None:
+        """Raise a `ValueError` unless there is one of target and endpoint, or if an option is given that is for the
+        other: those of `here` are for a target, besides this session's own, and those of `there` for a server."""
+        if endpoint is None and not self.target:
+            raise ValueError(
+                "`--target` names what is loaded here, and `--endpoint` a server of it: give one of them."
+            )
+        ours = {**_given_options(self), **(here or {})} if endpoint else {}
+        for option, value in ours.items():
+            if value:
+                raise ValueError(
+                    f"`{option}` is {str(value)!r}, but a server at `--endpoint` has its own: leave one out."
+                )
+        for option, value in (there or {}).items() if endpoint is None else ():
+            if value is not None:
+                raise ValueError(f"`{option}` is {value!r}, but only servers are asked so: add `--endpoint`.")
+
+
+def _given_options(session: Session) -> dict[str, object]:
+    return {f"--{each.name.replace('_', '-')}": getattr(session, each.name) for each in fields(session) if each.init}
+
+
 def with_session(command: Callable[..., None]) -> Callable[..., None]:
     """Make options of the fields of a command's parameters that are dataclasses, a [`Session`] before others: the
     target first, then the command's own options, the others' fields, and the rest of the session's."""
     own = inspect.signature(command, eval_str=True).parameters
     annotated = {name: each.annotation for name, each in own.items()}
     kinds = {name: kind for name, kind in annotated.items() if isinstance(kind, type) and is_dataclass(kind)}
-    fields = [list(inspect.signature(kind, eval_str=True).parameters.values()) for kind in kinds.values()]
+    asked_by = [list(inspect.signature(kind, eval_str=True).parameters.values()) for kind in kinds.values()]
 
     @functools.wraps(command)
     def called(**given: object) -> None:
-        made = [kind(*(given.pop(each.name) for each in parts)) for kind, parts in zip(kinds.values(), fields)]
+        made = [kind(*(given.pop(each.name) for each in parts)) for kind, parts in zip(kinds.values(), asked_by)]
         command(*made, **given)
 
-    (target, *rest), *others = fields
+    (target, *rest), *others = asked_by
     asked = [each for name, each in own.items() if name not in kinds]
     ordered = [target, *asked, *(each for parts in others for each in parts), *rest]
     parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in ordered]

@@ -71,6 +71,10 @@ class Endpoint:
         """The address without `/v1`."""
         return self.endpoint.rstrip("/").removesuffix("/v1")
 
+    def target(self) -> str:
+        """Return what is served: vLLM and SGLang tell the repository or the folder, others only their name of it."""
+        return self.models().get(self.model, {}).get("root") or self.model
+
     def models(self) -> dict[str, dict[str, Any]]:
         """Return the models that the server serves, with what it says of each: `owned_by` is the server's kind."""
         url = f"{self.root}/v1/models"
@@ -82,9 +86,11 @@ class Endpoint:
 
 def find_endpoint(address: str, model: str | None = None, option: str = "--model") -> Endpoint:
     """Return the endpoint of a server's model, by default its only one. Raise a `ValueError` that names the `option`
-    if the server does not have it."""
+    if the server does not have it. One that lists none (`transformers serve` of a folder) has whatever is named."""
     models = Endpoint(address, "").models()
-    if model not in models and (model is not None or len(models) != 1):
+    if not models and model is None:
+        raise ValueError(f"{address} lists no model: name what it serves with `{option}`.")
+    if models and model not in models and (model is not None or len(models) != 1):
         raise ValueError(f"{address} serves {', '.join(models)}: name one of these with `{option}`.")
     return Endpoint(address, model or next(iter(models)))
 
@@ -116,7 +122,8 @@ class Requests:
         self.endpoint, self.concurrency, self.timeout = endpoint, concurrency, timeout
         self.report = report or (lambda line: print(line, file=sys.stderr))
         self.retried = 0
-        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._here = threading.local()  # has, in a thread of `map`, what says that nobody waits for it any more
 
     def post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
         """Ask the server's model, and return the answer; several threads may call this.
@@ -132,12 +139,14 @@ class Requests:
             RequestRefused: if the request is wrong, or fails again and again.
             ServerError: if no request can do better: a wrong key, an address that there is not, or no server.
         """
-        url, stopped = f"{self.endpoint.root}{path}", self._stopped
+        url, stopped = f"{self.endpoint.root}{path}", getattr(self._here, "stopped", None) or threading.Event()
         tries, waits, away_since = 0, 0, None
-        while True:
+        while not stopped.is_set():
             try:
                 return fetch_json(url, {"model": self.endpoint.model, **body}, self.timeout)
             except ServerError as error:
+                if stopped.is_set():
+                    break
                 if error.status in _UNUSABLE:
                     raise
                 if error.status is not None and error.status >= 400 and error.status not in (*_FAILED, *_AWAY):
@@ -155,9 +164,9 @@ class Requests:
                     if tries == MAX_TRIES:
                         raise RequestFailed(f"{error} It was tried {tries} times.") from error
                 self._count(error)
-            if stopped.wait(min(FIRST_WAIT * 2**waits, LONGEST_WAIT)):
-                raise RequestRefused("Nobody waits for this answer any more.")
+            stopped.wait(min(FIRST_WAIT * 2**waits, LONGEST_WAIT))
             waits += 1
+        raise RequestRefused("Nobody waits for this answer any more.")
 
     def _count(self, error: ServerError) -> None:
         with self._lock:
@@ -174,9 +183,10 @@ class Requests:
 
         If `ask` raises [`RequestRefused`], this is what is yielded of the item; other errors are raised."""
         todo, done = SimpleQueue[list[Item]](), SimpleQueue[tuple[Item, Any]]()
-        stopped = self._stopped = threading.Event()
+        stopped = threading.Event()
 
         def work() -> None:
+            self._here.stopped = stopped
             while given := todo.get():
                 try:
                     done.put((given[0], ask(given[0])))
@@ -255,5 +265,7 @@ def opened(url: str, body: object = None, timeout: float | None = None) -> Itera
         raise ServerError(f"{url} gives no answer within {timeout:g} seconds: look at the server's log.") from error
     except (OSError, HTTPException) as error:
         # urlopen's own error is one of the connection; others come from a server that has the request.
-        message = f"{url} does not answer ({error}): start the server, or look at its log."
+        reason = getattr(error, "reason", error)
+        cause = getattr(reason, "strerror", None) or reason
+        message = f"{url} does not answer ({cause}): start the server, or look at its log."
         raise ServerError(message, is_away=isinstance(error, URLError)) from error

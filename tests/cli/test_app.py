@@ -51,7 +51,7 @@ def explains(monkeypatch, helps: dict[str, str], *command):
     monkeypatch.setenv("COLUMNS", "200")  # on which each has one line
     shown = [line.strip("│* ") for line in run(*command, *(["--help"] if command else [])).splitlines()]
     for name, help in helps.items():
-        (line,) = (line for line in shown if line.startswith(f"{name} "))
+        (line,) = (line for line in shown if line.startswith((f"{name} ", f"{name},")))
         assert help and help in line, name
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import SHUT_RDWR
@@ -52,6 +54,35 @@ class Server(ThreadingHTTPServer):
         return [{"choices": [], "usage": {"completion_tokens": 3}}]
 
 
+class Engine(Server):
+    """Answers "<question> 1 2" at once, with tokens as vLLM gives them. `troubles` has what goes wrong first, by the
+    last question: statuses, `None` for a cut connection. `refuses` names fields that it does not take."""
+
+    def __init__(self, troubles=None, refuses=(), seconds=0.0, models=("tiny",), port=0):
+        self.troubles, self.refuses, self.seconds = troubles or {}, refuses, seconds
+        super().__init__(models, port=port)
+
+    def answer(self, path, body):
+        if refused := [name for name in self.refuses if name in body]:
+            return 422, json.dumps({"detail": f"Unexpected fields: {refused}"})
+        question = body["messages"][-1]["content"]
+        with self.lock:
+            self.asked.append(body)
+            troubles = self.troubles.get(question, [])
+            trouble = troubles.pop(0) if troubles else 200
+        time.sleep(self.seconds)
+        return trouble, json.dumps(self.reply(body) if trouble == 200 else {"error": "so it is"})
+
+    def reply(self, body):
+        prompt = [100 + len(message["content"]) for message in body["messages"]]
+        choice = {"message": self.message(body), "finish_reason": "stop", "token_ids": [1, 2, 3]}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": 3}
+        return {"choices": [choice], "prompt_token_ids": prompt, "usage": usage}
+
+    def message(self, body):
+        return {"role": "assistant", "content": f"{body['messages'][-1]['content']} 1 2", "refusal": None}
+
+
 class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
@@ -89,3 +120,8 @@ def serving(server):
     finally:
         server.shutdown()
         server.server_close()
+
+
+if __name__ == "__main__":  # `python loopback.py PORT SECONDS`, to be killed
+    Engine(port=int(sys.argv[1]), seconds=float(sys.argv[2]))
+    threading.Event().wait()

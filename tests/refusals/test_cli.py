@@ -166,6 +166,15 @@ MISTAKES: list[tuple[str, int, tuple[str, ...]]] = [
     (f"doctor {PAIR} --max-new-tokens 2", 2, ("'--max-new-tokens'", "'2'")),
     (f"doctor {PAIR} --mode deep", 1, ("`--mode`", "'deep'", "non-think")),
     (f"doctor {PAIR} --served-model a", 1, ("`--served-model`", "'a'", "`--endpoint`")),
+    ("answers --output out.jsonl --data rows.jsonl", 1, ("`--target`", "`--endpoint`")),
+    *((f"{ANSWERS} {given}", 1, (f"`{given.split()[0]}`", "`--endpoint`"))
+      for given in ("--model a", "--concurrency 2", "--timeout 9")),
+    *((f"answers --output out.jsonl --data rows.jsonl --endpoint http://a {given}", 1,
+       (f"`{given.split()[0]}`", given.split()[-1], "`--endpoint`"))
+      for given in ("--target target", "--dtype float32", "--device-map cpu", "--threads 1", "--trust-remote-code",
+                    "--batch-size 2", "--chat-template rows.jsonl")),
+    ("answers --output out.jsonl --data rows.jsonl --endpoint a", 1, ("'a'", "http://")),
+    ("answers --output out.jsonl --data rows.jsonl --endpoint http://127.0.0.1:1", 1, ("127.0.0.1:1", "start")),
     *((f"doctor {PAIR} --endpoint http://a {given}", 1, (f"`{given.split()[0]}`", "`--endpoint`"))
       for given in ("--context 9", "--batch-size 2", "--compile")),
     ("card nowhere", 2, ("'nowhere'", "does not exist")),

@@ -13,6 +13,7 @@ from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.training.data.messages import read_tools
 
 from ..conftest import MODELS, mostly_nightly
+from ..helpers import loopback
 from ..helpers.chats import chat
 from ..helpers.refusals import Refusal
 from ..helpers.served_drafters import qwen3
@@ -81,6 +82,51 @@ def test_answers_are_the_targets(answer, ending_target, tokenizer):
         assert row["truncated"] == (not ended)
         kinds.add((sum(m["role"] == "user" for m in row["messages"]), row["truncated"]))
     assert kinds >= {(1, False), (1, True), (2, True)}  # answered turns, cut off
+
+
+class Engine(loopback.Engine):
+    """Answers with the target itself, as vLLM would."""
+
+    def __init__(self, folder):
+        self.target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.more = {"root": str(folder)}
+        super().__init__()
+
+    def reply(self, body):
+        prompt = self.tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
+        with self.lock:
+            ids = self.target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=body["max_tokens"])
+        answer = ids[0, len(prompt) :].tolist()
+        ended = answer[-1] in self.target.generation_config.eos_token_id
+        text = self.tokenizer.decode(answer, skip_special_tokens=True)
+        text = text if not ended else self.tokenizer.decode(answer[:-1], skip_special_tokens=True)
+        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop" if ended else "length"}
+        return {"choices": [{**choice, "token_ids": answer}], "prompt_token_ids": prompt}
+
+
+def test_a_server_of_the_target_writes_the_same_rows(answer, ending_target, tokenizer, tmp_path):
+    here = [json.loads(line) for line in answer("here.jsonl")]
+    with loopback.serving(Engine(ending_target)) as server:
+        command = ["answers", "--endpoint", server.root, "--data", tmp_path / "data.jsonl", "--max-new-tokens", 5]
+        app([*map(str, command), "--output", str(tmp_path / "there.jsonl")], standalone_mode=False)
+    there = [json.loads(line) for line in (tmp_path / "there.jsonl").read_text().splitlines()]
+    tokens = [(row.pop("input_ids"), row.pop("loss_mask")) for row in there]
+    assert sorted(there, key=str) == sorted(here, key=str) and len(there) == 8
+    for row, (ids, mask) in zip(there, tokens):
+        prompt = encode_prompts(tokenizer, [row])[0][0].tolist()
+        assert ids[: len(prompt)] == prompt and 0 < len(ids) - len(prompt) <= 5 and all(mask[len(prompt) :])
+        if len(row["messages"]) == 2:
+            assert not any(mask[: len(prompt)])
+        assert row["truncated"] == (ids[-1] not in server.target.generation_config.eos_token_id)
+        assert tokenizer.decode(ids[len(prompt) :]).startswith(row["messages"][-1]["content"])
+    # Either way goes on with what the other began.
+    for file, lines in (("here.jsonl", here), ("there.jsonl", there)):
+        (tmp_path / file).write_text("\n".join(map(json.dumps, lines[:3])) + "\n")
+    with loopback.serving(Engine(ending_target)) as server:
+        command[2] = server.root
+        app([*map(str, command), "--output", str(tmp_path / "here.jsonl")], standalone_mode=False)
+    assert len((tmp_path / "here.jsonl").read_text().splitlines()) == 8 == len(answer("there.jsonl"))
 
 
 @pytest.mark.parametrize(

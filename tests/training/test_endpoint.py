@@ -1,6 +1,8 @@
 """Requests in flight to a real server on loopback that fails, hangs, cuts the connection, dies and comes back."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
 
@@ -26,8 +28,8 @@ class Troubled(Server):
     """Says after each number whether it is even. `troubles` has what goes wrong first, by number: statuses, `None` for
     a cut connection, a text for a page that is no JSON, and an event to wait for."""
 
-    def __init__(self, troubles=None, **options):
-        self.troubles = troubles or {}
+    def __init__(self, troubles=None, barrier=None, **options):
+        self.troubles, self.barrier = troubles or {}, barrier
         self.inside, self.together = 0, 0
         super().__init__(**options)
 
@@ -38,7 +40,8 @@ class Troubled(Server):
             self.together = max(self.together, self.inside)
             troubles = self.troubles.get(body["prompt"], [])
             trouble = troubles.pop(0) if troubles else 200
-        time.sleep(0.01)
+        if self.barrier:
+            self.barrier.wait(20)
         if isinstance(trouble, threading.Event):
             trouble.wait(20)
             trouble = None
@@ -73,8 +76,8 @@ def test_as_many_requests_as_told_are_in_flight(concurrency):
             taken.append(number - len(server.asked))  # how far ahead of the server items are read
             yield number
 
-    with serving(Troubled()) as server:
-        found, client, lines = answered(server, numbers(), concurrency)
+    with serving(Troubled(barrier=threading.Barrier(concurrency))) as server:  # fewer at a time would never end
+        found, client, lines = answered(server, numbers(), concurrency, timeout=30.0)
     assert found == {number: number % 2 == 0 for number in range(32)}
     assert server.together == concurrency and max(taken) <= concurrency
     assert (client.retried, lines) == (0, [])
@@ -157,7 +160,9 @@ def test_what_no_request_can_do_better_ends_the_run(status, words):
     assert len(server.asked) == 1
 
 
-def test_a_caller_that_stops_leaves_nothing_behind():
+def test_a_caller_that_stops_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(endpoints, "FIRST_WAIT", 60.0)  # nobody waits so long before the request is tried again
+    monkeypatch.setattr(endpoints, "LONGEST_WAIT", 60.0)
     with serving(Troubled({number: [500] * 100 for number in range(1, 9)})) as server:
         client = Requests(Endpoint(server.root, "tiny"), 4, 5.0, report=lambda line: None)
         running = threading.active_count()
@@ -169,12 +174,40 @@ def test_a_caller_that_stops_leaves_nothing_behind():
             time.sleep(0.01)
         assert threading.active_count() == running
         assert dict(client.map(lambda number: number, "ab")) == {"a": "a", "b": "b"}  # it can be used again
+        monkeypatch.setattr(endpoints, "FIRST_WAIT", 0.01)
+        server.troubles[9] = [500]
+        assert client.post(PATH, {"prompt": 9}) == {"even": False} and server.asked.count(9) == 2
+
+
+STOPPED = """
+import os, signal, sys, threading
+from hf_hyperdflash.training.endpoint import Endpoint, Requests
+requests = Requests(Endpoint(sys.argv[1], "tiny"), 4)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+list(requests.map(lambda number: requests.post("/v1/completions", {"prompt": number}), range(9)))
+"""
+
+
+def test_ctrl_c_waits_for_no_answer():
+    gone = threading.Event()
+    try:
+        with serving(Troubled({number: [gone] for number in range(9)})) as server:
+            command = [sys.executable, "-c", STOPPED, server.root]  # would wait for 20 seconds
+            ended = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert not gone.is_set() and len(server.asked) == 4 and server.inside == 4
+    finally:
+        gone.set()
+    assert "KeyboardInterrupt" in ended.stderr
 
 
 def test_a_model_is_found_or_the_servers_models_are_named():
     with serving(Troubled(models=("tiny",))) as server:
         assert find_endpoint(f"{server.root}/v1/").model == "tiny" and find_endpoint(server.root, "tiny").root
         Refusal(lambda: find_endpoint(server.root, "large"), ("tiny", "`--model`")).check()
+    with serving(Troubled(models=())) as server:
+        assert find_endpoint(server.root, "folder").model == "folder"
+        Refusal(lambda: find_endpoint(server.root), (server.root, "`--model`")).check()
     with serving(Troubled()) as server:
         Refusal(
             lambda: find_endpoint(server.root, option="--served-model"), ("tiny, small", "`--served-model`")

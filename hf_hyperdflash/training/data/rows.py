@@ -65,6 +65,10 @@ _SKIPPED = {
 LOG_LINES = {
     **{name: f"Skipped {{count}} of {{of}} {what}" for name, what in _SKIPPED.items()},
     "cut": "Cut {count} of {of} sequences to {max_length} tokens, {limit}.",
+    "retokenized": (
+        "Tokenized again are {count} of {of} rows, the first of them {first}: their `input_ids` are of another "
+        "tokenizer."
+    ),
     "tail": "Left out what follows the last answer in {count} of {of} rows, the first of them {first}.",
     **{
         name: f"Not trained on are {{times}} answers in {{count}} of {{of}} rows, the first of them {{first}}: {why}"
@@ -271,6 +275,8 @@ def _encode_row(
     notes: list[str] = []
     with locating_errors(row, number):
         is_tokenized = row.get("input_ids") is not None and row.get("loss_mask") is not None
+        if is_tokenized and tokenizer is not None and _has_other_tokens(row, tokenizer):
+            is_tokenized, notes = False, ["retokenized"]
         if is_tokenized:
             ids, mask = _checked_tokens(row, vocab_size)
         elif tokenizer is None:
@@ -313,6 +319,16 @@ def _encode_row(
             notes = ["short" if any(mask) else "unmarked" if is_tokenized else "unanswered"]
     position = row.get(POSITION_COLUMN) or f"row {number} (the first is 0)"
     return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, _NOTES: notes, _POSITION: position}
+
+
+def _has_other_tokens(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether `hf-hyperdflash answers` wrote a row with the tokens of another tokenizer: they do not have the
+    words of its last answer."""
+    if not row.get("prompt_id") or not row.get("messages"):
+        return False
+    last = row["messages"][-1]
+    words = (last.get("content") or last.get("reasoning_content") or "").strip()
+    return words not in tokenizer.decode(row["input_ids"], skip_special_tokens=True)
 
 
 def _checked_tokens(row: Mapping[str, Iterable[int]], vocab_size: int | None) -> tuple[list[int], list[int]]:

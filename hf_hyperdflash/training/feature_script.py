@@ -45,8 +45,15 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
     identity = feature_identity(unloaded, dtype=args.feature_dtype, target_layer_ids=layers, tokenizer=tokenizer)
     engine = None
     if flags.endpoint:
-        how = {"served_model": flags.served_model, "tokenizer": tokenizer, "concurrency": flags.concurrency}
-        engine = find_engine(flags.endpoint, folder, unloaded, identity, **how)
+        engine = find_engine(
+            flags.endpoint,
+            folder,
+            unloaded,
+            identity,
+            served_model=flags.served_model,
+            tokenizer=tokenizer,
+            concurrency=flags.concurrency,
+        )
     _say(f"Reading {', '.join(script.dataset or ())} ...")
     rows = read_rows(script, args, unloaded, tokenizer)
     loaded: list[PreTrainedModel] = []
@@ -61,7 +68,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
             loaded.append(loading.load_target(script.target, **options))
         return loaded[0]
 
-    producer: Producer = engine or TargetProducer(unloaded, identity, flags.batch_size, target)
+    here = TargetProducer(unloaded, identity, flags.batch_size, target)
+    producer: Producer = here if engine is None else engine
     size = sum(map(len, rows["input_ids"])) * token_bytes(identity)
     size = min(size // min(_PARTS, -(-len(rows) // _MIN_ROWS)), _MAX_BYTES)
     writer = FeatureWriter(folder, rows, producer, size, flags.share, args.feature_gigabytes)

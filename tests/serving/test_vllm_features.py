@@ -202,6 +202,7 @@ GOOD = {"cache": "ab" * 32, "row": 0, "digest": row_digest(IDS, torch.arange(3))
         ({"piece_of": "../escaped"}, "`piece_of` is '../escaped'"),
         ({"layers": [3]}, "keeps the states"),
         ({"shared_storage_path": "/tmp/escaped"}, "shared_storage_path"),
+        ({"token": "../../escaped"}, "`token` is '../../escaped'"),
     ],
 )
 def test_what_no_client_sends_writes_nothing(served, wrong, words):
@@ -260,7 +261,6 @@ def test_a_call_goes_on_when_its_server_is_killed_and_started_again(served, tmp_
     check_equal(FeatureCache(served.directory, served.target), served.target, rows, tmp_path, 1e-4)
 
 
-@pytest.mark.nightly  # another server, of two processes
 def test_one_process_of_a_group_writes(dense_pair, tmp_path, monkeypatch):
     """With tensor parallelism the states are in each process."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")

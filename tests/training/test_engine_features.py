@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import threading
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,8 @@ def test_files_are_in_the_folder(piece_of):
     assert path.parent == Path("/data/features") and path.suffix == (".piece" if piece_of else ".safetensors")
     assert token_path(Path("/data"), "1e" * 16) == Path("/data") / f"{'1e' * 16}.token"
     for token in ("../x", "1e" * 15, None, 3, "1e" * 16 + "\n"):
-        assert token_path(Path("/data"), token) is None
+        with pytest.raises(ValueError, match="32 hexadecimal digits"):
+            token_path(Path("/data"), token)
 
 
 # The client
@@ -182,6 +184,23 @@ def test_a_server_writes_what_the_target_would(made, server, tmp_path, dtype, la
     assert items(server.directory, made) == items(tmp_path / "own", made)
     assert len(list(server.directory.glob("*.safetensors"))) == len(rows)  # a row each
     assert not {path.suffix for path in server.directory.iterdir()} & {".token", ".piece", ".error", ".tmp"}
+
+
+def test_several_servers_write_into_one_folder(made, server, tmp_path):
+    """Each has a share of the parts."""
+    rows = some_rows(*range(3, 15))
+    with serving(FeatureServer(made, server.directory, LAYERS)) as other:
+        writers = [
+            FeatureWriter(server.directory, rows, producer(each, made), share=(number, 2))
+            for number, each in enumerate((server, other), 1)
+        ]
+        threads = [threading.Thread(target=writer.complete) for writer in writers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(server.asked) == len(other.asked) == 7  # the question who it is, and six rows
+    assert [item["input_ids"] for item in items(server.directory, made)] == [row["input_ids"] for row in rows]
 
 
 def test_parts_of_several_documents_are_joined(made, server, tmp_path):

@@ -99,10 +99,10 @@ class FeatureConnector(ExampleHiddenStatesConnector):
         fields = (request.kv_transfer_params or {}).get(FIELD)
         if not isinstance(fields, dict) or request.status not in _WRITTEN:
             return False, None
-        if "token" in fields:
-            path = token_path(self._directory, fields["token"])
-            return False, {FIELD: {**self._description, "sees_token": path is not None and path.exists()}}
         try:
+            if "token" in fields:
+                sees = token_path(self._directory, fields["token"]).exists()
+                return False, {FIELD: {**self._description, "sees_token": sees}}
             job = self._job(request, RowRequest.read(fields), block_ids)
         except ValueError as error:
             return False, {FIELD: {"error": str(error)}}

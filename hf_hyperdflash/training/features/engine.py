@@ -73,7 +73,7 @@ class EngineProducer:
     The server writes into its own folder, which has to be `directory`; several servers may have the same.
     """
 
-    rows_per_part = 1
+    rows_per_part: int | None = 1
 
     def __init__(
         self,
@@ -190,10 +190,10 @@ class EngineProducer:
         text = _SENTENCE
         if self.tokenizer.chat_template:
             text = str(self.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False))
-        ours = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ours: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         try:
-            theirs = self.requests.post("/tokenize", {"prompt": text, "add_special_tokens": False}).get("tokens")
-        except (RequestRefused, ServerError):  # a server without a tokenizer, which features do not need
+            theirs = self.requests.post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
+        except (RequestRefused, ServerError, KeyError):  # a server without a tokenizer, which features do not need
             return
         if theirs != ours:
             at = next((i for i, (a, b) in enumerate(zip(theirs, ours)) if a != b), min(len(theirs), len(ours)))

@@ -151,9 +151,11 @@ class RowRequest:
         )
 
 
-def token_path(directory: Path, token: object) -> Path | None:
-    """Return the path of a client's file, by which it knows the folder; `None` for what no client sends."""
-    return directory / f"{token}{TOKEN_SUFFIX}" if _is_hex(token, _NAME) else None
+def token_path(directory: Path, token: object) -> Path:
+    """Return the path of a client's file, by which it knows the folder; a `ValueError` for what no client sends."""
+    if not _is_hex(token, _NAME):
+        raise ValueError(f"The request's `token` is {repr(token)[:80]}, expected 32 hexadecimal digits.")
+    return directory / f"{token}{TOKEN_SUFFIX}"
 
 
 def _is_hex(value: object, digits: re.Pattern[str]) -> bool:

@@ -44,14 +44,12 @@ class MaskPieces:
         rows: dict[int, list[torch.Tensor]] = {}
         for piece in self.pieces:
             row = slice(piece.row, piece.row + 1)
-            seen = [
-                torch.cat([all_[row, :, span] for span in piece.keys], dim=2) if len(piece.keys) > 1
-                else all_[row, :, piece.keys[0]]
-                for all_ in (keys, values)
-            ]  # fmt: skip
-            is_causal = piece.mask is None
+            seen_keys, seen_values = (
+                torch.cat([of_all[row, :, span] for span in piece.keys], dim=2) for of_all in (keys, values)
+            )
+            part, is_causal = queries[row, :, piece.queries], piece.mask is None
             how: dict[str, Any] = {**options, "scaling": scaling, "is_causal": is_causal}
-            out, _ = sdpa_attention_forward(module, queries[row, :, piece.queries], *seen, piece.mask, **how)
+            out, _ = sdpa_attention_forward(module, part, seen_keys, seen_values, piece.mask, **how)
             rows.setdefault(piece.row, []).append(out)
         return torch.cat([torch.cat(parts, dim=1) for parts in rows.values()]), None
 
@@ -59,20 +57,18 @@ class MaskPieces:
 AttentionMask = torch.Tensor | BlockMask | MaskPieces
 
 
-def attention_mask_for(
-    implementation: str | None, mask: torch.Tensor | MaskPieces, dtype: torch.dtype
-) -> AttentionMask:
+def attention_mask_for(implementation: str | None, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | BlockMask:
     """Return a mask as an implementation of transformers' attention interface takes it.
 
     Args:
         implementation: `config._attn_implementation`.
-        mask: Boolean `[batch, 1, queries, keys]`, `True` where a query sees a key; or in pieces, for "sdpa" alone.
+        mask: Boolean `[batch, 1, queries, keys]`, `True` where a query sees a key.
         dtype: That of the attention's logits.
 
     Raises:
         ValueError: If the implementation takes no masks of this kind.
     """
-    if implementation == "sdpa" or isinstance(mask, MaskPieces):
+    if implementation == "sdpa":
         return mask
     if implementation == "flex_attention":
         batch, _, queries, keys = mask.shape

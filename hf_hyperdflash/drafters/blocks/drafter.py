@@ -117,7 +117,9 @@ class BlockDrafter(HiddenStateDrafter):
                 mask = span.mask(hidden.shape[1], new, hidden.device)
             else:
                 mask = context.block_mask(span, hidden.shape[1], hidden.device)
-            masks[kind] = None if mask is None else attention_mask_for(config._attn_implementation, mask, hidden.dtype)
+            is_ready = mask is None or isinstance(mask, MaskPieces)
+            how = config._attn_implementation
+            masks[kind] = mask if is_ready else attention_mask_for(how, cast(torch.Tensor, mask), hidden.dtype)
         for index, (layer, kind) in enumerate(zip(self.layers, kinds)):
             known = None if context is None else context.layer(index, spans[kind])
             hidden = layer(hidden, feature, rotary, known, masks[kind])

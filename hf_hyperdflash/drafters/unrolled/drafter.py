@@ -177,7 +177,8 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
         slots = torch.arange(self.config.block_size, device=positions.device)
         rotary = self.rotary_emb(hidden, (positions.unsqueeze(-1) + slots).flatten(1))
         kind, size = self.config._attn_implementation, self.config.block_size
-        visible, before = None if mask is None else attention_mask_for(kind, mask, hidden.dtype), None
+        is_ready, before = mask is None or isinstance(mask, MaskPieces), None
+        visible = mask if is_ready else attention_mask_for(kind, mask, hidden.dtype)
         for index, (layer, known) in enumerate(zip(self.layers, keys_values)):
             hidden = self._between(index, hidden)
             if last_only and index == len(self.layers) - 1:

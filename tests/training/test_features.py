@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.hub.loading import load_target, unloaded_target
@@ -37,12 +37,18 @@ from hf_hyperdflash.training.features.fingerprint import (
     target_fingerprint,
     tensor_digest,
 )
-from hf_hyperdflash.training.features.identity import checkpoint_source, feature_identity, identity_key
+from hf_hyperdflash.training.features.identity import (
+    checkpoint_source,
+    describe_target,
+    feature_identity,
+    identity_key,
+)
 from hf_hyperdflash.training.features.store import FeatureCache
 from hf_hyperdflash.training.features.writing import FeatureWriter, TargetProducer
 from hf_hyperdflash.training.losses.objective import compute_residual, teacher_states
 
 from ..conftest import MODELS, tiny_drafter, tiny_target
+from ..helpers import families
 from ..helpers.refusals import Refusal
 from ..helpers.training import packed_rows, run_alone
 
@@ -546,7 +552,7 @@ def test_a_folder_is_known_by_its_weight_files(tmp_path, monkeypatch):
     """However it is loaded, and wherever it is; without weights in memory, as a client of an engine has it."""
     moved = shutil.copytree(TINY, tmp_path / "moved")
     known = feature_identity(load_target(str(TINY), dtype=torch.float32))
-    for same in (unloaded_target(str(TINY)), unloaded_target(str(moved)), load_target(str(moved), dtype="bfloat16")):
+    for same in (unloaded_target(str(TINY)), unloaded_target(str(moved)), load_target(str(moved), dtype="float32")):
         identity = feature_identity(same)
         assert identity_key(identity) == identity_key(known) and identity["target"].keys() == known["target"].keys()
     weights = moved / "model.safetensors"
@@ -569,6 +575,19 @@ def test_a_folder_is_known_by_its_weight_files(tmp_path, monkeypatch):
         assert (now != before) or not is_seen
         before = now
     assert read[0] == read[1]
+
+
+def test_weights_that_were_changed_in_code_are_not_taken_for_the_files(tmp_path):
+    """Merged, trained or drawn at random: such a target still has the name of the checkpoint."""
+    families.llama().save_pretrained(tmp_path)
+    target = load_target(str(tmp_path), dtype=torch.bfloat16)
+    known = describe_target(target)
+    assert "files" in known and "head" not in known
+    target.model.layers[1].self_attn.q_proj.weight.data += 0.01
+    changed = describe_target(target)
+    assert "files" not in changed and changed["body"]
+    drawn = describe_target(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)))
+    assert drawn["repository"] == known["repository"] and drawn["head"] != changed["head"]
 
 
 # Digests

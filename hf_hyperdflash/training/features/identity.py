@@ -10,6 +10,7 @@ import hashlib
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,8 +18,9 @@ from typing import Any, TypeAlias
 import torch
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
+from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.hub import extract_commit_hash
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 from ...drafters.weights import weight_files
 from ...hub.gguf import SUFFIX, name_in_gguf
@@ -31,6 +33,7 @@ FEATURE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8"
 # A weight file up to `_WHOLE` bytes is read whole; of a larger one a piece in each stretch, 0.4 % of a large
 # checkpoint. Training changes values everywhere, so no stretch stays as it was.
 _WHOLE, _STRETCH, _PIECE = 2**28, 2**24, 2**16
+_PLAIN = ("F64", "F32", "F16", "BF16")  # numbers of a file that a loaded weight has, too
 _SOURCES = ("revision", "files", "head", "body")  # how a checkpoint is known; the last two are digests of weights
 
 
@@ -62,7 +65,7 @@ def describe_target(target: PreTrainedModel, by_weights: bool = False) -> Identi
     target_of(target)  # raises if it is no target
     name = str(target.config._name_or_path or "")
     source = {} if by_weights else checkpoint_source(name, getattr(target.config, "_commit_hash", None))
-    if not source:
+    if not source or not _is_as_saved(target, name, source.get("revision", "")):
         source = {part: digest for part, digest in target_fingerprint(target).items() if part != "config"}
     return {"repository": name, **source, "config": config_fields(target.config)}
 
@@ -87,6 +90,29 @@ def checkpoint_source(name: str, commit: str | None = None) -> dict[str, str]:
     # A repository may have several GGUF files of one configuration.
     of_file = f" {path.name}" if path.suffix.lower() == SUFFIX else ""
     return {"revision": commit + of_file} if commit else {}
+
+
+@torch.no_grad()
+def _is_as_saved(target: PreTrainedModel, name: str, commit: str) -> bool:
+    """Return whether a corner of every weight is that of its file, where both have it by one name and as plain
+    numbers. Weights that were merged, trained or drawn in code are not."""
+    folder = Path(name)
+    if not folder.exists():
+        how: dict[str, Any] = {"revision": commit, "local_files_only": True}
+        with suppress(OSError):
+            folder = Path(str(cached_file(name, "config.json", **how))).parent
+    weights = {key: value for key, value in target.state_dict().items() if type(value) is torch.Tensor}
+    with suppress(OSError):  # of a checkpoint that is not whole here
+        for file in weight_files(folder):
+            with safe_open(folder / file, "pt") as saved:
+                for key in set(saved.keys()) & weights.keys():
+                    values, own = saved.get_slice(key), weights[key]
+                    is_plain = values.get_dtype() in _PLAIN and own.is_floating_point() and not own.is_meta
+                    if is_plain and own.dim() and values.get_shape() == list(own.shape):
+                        corner = tuple(slice(8) for _ in own.shape)
+                        if not torch.equal(values[corner].to(own.dtype), own[corner].cpu()):
+                            return False
+    return True
 
 
 def _only_commit(name: str) -> str | None:

@@ -3,6 +3,7 @@ checkpoint is past them."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import defaultdict
@@ -59,7 +60,8 @@ class StreamedFeatures(Dataset[dict[str, torch.Tensor]]):
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.directory, self.target_layer_ids = directory, list(target_layer_ids)
-        lists = _wait_for(lambda: read_lists(directory), f"a list of features in {directory}")
+        lists = _Patience().wait_for(lambda: read_lists(directory), f"a list of features in {directory}")
+        self._patience = _Patience()
         there = lists[0].identity
         by_weights = is_by_weights(there)
         here = feature_identity(
@@ -113,7 +115,7 @@ class StreamedFeatures(Dataset[dict[str, torch.Tensor]]):
                 raise ValueError(f"The part {path} is {defect}: delete it, and have it made again.")
             return not defect
 
-        _wait_for(is_there, f"part {at + 1} of {len(owner.parts)} in {self.directory}")
+        self._patience.wait_for(is_there, f"part {at + 1} of {len(owner.parts)} in {self.directory}")
         found = read_row(path, row_in_part, self.identity["target_layer_ids"], self.target_layer_ids)
         own = self.rows[i]
         if not torch.equal(found["input_ids"], torch.as_tensor(own["input_ids"]).long()):
@@ -144,16 +146,21 @@ class FolderOrder(Sampler[int]):
         return iter(order + (order * more)[-more:] if more else order)
 
 
-def _wait_for(look: Callable[[], Any], what: str) -> Any:
-    """Return what `look` returns once it is something, and say now and then what is waited for."""
-    told_at = None
-    while not (found := look()):
-        if told_at is None or time.monotonic() - told_at > _TELL_AGAIN:
-            again = "" if told_at is None else " Is `hf-hyperdflash features` still running?"
-            print(f"Waiting for {what}, which is not made yet.{again}", file=sys.stderr, flush=True)
-            told_at = time.monotonic()
-        time.sleep(_POLL)
-    return found
+class _Patience:
+    """Waits, and says now and then for what."""
+
+    def __init__(self) -> None:
+        self.told_at = -math.inf
+
+    def wait_for(self, look: Callable[[], Any], what: str) -> Any:
+        """Return what `look` returns once it is something."""
+        again = ""
+        while not (found := look()):
+            if time.monotonic() - self.told_at > _TELL_AGAIN:
+                print(f"Waiting for {what}, which is not made yet.{again}", file=sys.stderr, flush=True)
+                self.told_at, again = time.monotonic(), " Is `hf-hyperdflash features` still running?"
+            time.sleep(_POLL)
+        return found
 
 
 class DeletesTrainedParts(TrainerCallback):

@@ -62,7 +62,7 @@ def held(target: PreTrainedModel, drafter: HyperDFlashDrafter) -> tuple[float, f
 
 
 def stored(drafter: HyperDFlashDrafter) -> int:
-    """The streams of a token in a feature cache: those that the drafter reads, and the last layer's for the teacher."""
+    """The streams of a token in a feature cache: those that the drafter reads, and the last layer's, the teacher's."""
     config = drafter.config
     return config.num_streams + config.target_hc_mult * (config.target_layer_ids[-1] != -1)
 

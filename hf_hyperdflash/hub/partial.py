@@ -70,7 +70,7 @@ def read_without_layers(
     where = {option: value for option, value in where.items() if option != "code_revision"}
     files = _files(name, where)
     remove_layers(model)
-    wanted = dict(model.named_parameters(remove_duplicate=False))
+    wanted: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     wanted |= {key: value for key, value in model.named_buffers() if key in model.state_dict()}
     seen = target_of(model)
     is_tied = seen.output_head.weight is seen.input_embedding.weight
@@ -142,7 +142,8 @@ def _sources(model: PreTrainedModel, wanted: Mapping[str, Any], files: Mapping[s
         if _OF_LAYERS.search(source):
             continue
         plain = source.removesuffix(_PACKED)
-        key, rule = rename_source_key(plain, renamings, converters, model.base_model_prefix, cast(Any, wanted))
+        rules_of = cast(Any, renamings), converters, model.base_model_prefix, cast(Any, wanted)
+        key, rule = rename_source_key(plain, *rules_of)
         if key not in wanted and plain in wanted:  # a rule is too wide, as one for norms of DeepSeek-V4's layers
             key, rule = plain, None
         if key in wanted:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -25,8 +26,10 @@ from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter, HyperDFlashTra
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.parts.reducers import REDUCERS
+from hf_hyperdflash.hub import loading
 from hf_hyperdflash.hub.cards import TRAINING_RECORD, drafter_card
 from hf_hyperdflash.hub.formats import export_dflash
+from hf_hyperdflash.training.acceptance import AcceptanceCallback
 from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
 from hf_hyperdflash.training.flags import ScriptArguments, help_text
 from hf_hyperdflash.training.runs.checkpoints import newest_complete
@@ -330,7 +333,9 @@ def test_a_large_vocabulary_of_a_narrow_target_is_cut_to_what_answers_have(train
 # Stopped, gone on with, replaced
 
 
-def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys, sent):
+    """By Ctrl-C, by a launcher whose other process is gone, by a cluster that takes its machine back."""
     data = write(tmp_path / "rows.jsonl", chats(12))
     arguments = flags(tmp_path, data, max_steps=100000, save_steps=1, save_total_limit=1, eval_prompts=0)
 
@@ -338,7 +343,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
         # The second: while it is being written, the first is whole.
         while not list((tmp_path / "out").glob("checkpoint-[!1]*/trainer_state.json")):
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), sent)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     threading.Thread(target=press_control_c, daemon=True).start()
@@ -406,3 +411,49 @@ def test_a_run_goes_on_as_itself_alone(train, tmp_path):
         Refusal(lambda given=given: train(eval_prompts=0, **on, **given), ("checkpoint-2", *words)).check()
     out = train(chats(12), logging_steps=1, save_steps=7, eval_prompts=1, learning_rate=1e-4, **on)
     assert settings_of(out)["steps"] == 3
+
+
+# Without the target's layers
+
+
+def test_a_cache_is_made_by_the_whole_target_and_trained_on_without_its_layers(train, tmp_path, monkeypatch, caplog):
+    """Whose drafter is that of the whole target, whether its layers were needed for a part or not."""
+    cached = dict(feature_source="cached", feature_cache_dir=tmp_path / "features", save_dtype="float32")
+    loaded = []
+    real = loading.load_target
+    monkeypatch.setattr(loading, "load_target", lambda *a, **k: loaded.append(real(*a, **k)) or loaded[-1])
+    whole = load_drafter(train(**cached, out="whole"))
+    (layers,) = (len(each.model.layers) for each in loaded)
+    for made in (False, True):
+        loaded.clear()
+        caplog.clear()
+        if made:
+            shutil.rmtree(tmp_path / "features")
+        part = load_drafter(train(**cached, out=f"part-{made}", eval_prompts=0))
+        assert sorted(len(each.model.layers) for each in loaded) == [0] + [layers] * made
+        assert ("loaded while it is made" in caplog.text) == made
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(part.state_dict()[name], value)
+        assert settings_of(tmp_path / f"part-{made}")["eval_prompts"] == 0
+        assert part.config.target_num_layers == layers and part.config.target_fingerprint.split()[1] == "-"
+
+
+def test_a_target_larger_than_memory_is_not_generated_from(train, tmp_path, monkeypatch, capsys):
+    cached = dict(feature_source="cached", feature_cache_dir=tmp_path / "features", eval_prompts=None)
+    train(**cached, out="whole")
+    monkeypatch.setattr(loading, "memory_here", lambda: 1000)
+    capsys.readouterr()
+    train(**cached, out="part")
+    told = capsys.readouterr().err
+    assert "more than this machine's memory" in told and "0 of them to generate from" in told
+    tau = dict(metric_for_best_model="tau", eval_strategy="steps")
+    Refusal(lambda: train(**cached, **tau, out="tau"), ("metric_for_best_model", "'tau'")).check()
+    shutil.rmtree(tmp_path / "features")
+    Refusal(lambda: train(**cached, out="none"), ("not complete", "memory", "elsewhere")).check()
+
+
+def test_nothing_is_generated_from_a_target_without_layers(tmp_path):
+    target = load_target(TARGET, without_layers=True)
+    trainer = SimpleNamespace(target=target)
+    words = ("without its layers", "--eval_prompts 0")
+    Refusal(lambda: AcceptanceCallback(trainer, [torch.tensor([[1, 2]])]), words).check()

@@ -1,5 +1,7 @@
 """Training of EAGLE-3 and SpecBlock against loops over positions, written from the papers."""
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -172,6 +174,48 @@ def test_specblocks_loss_counts_valid_prefixes_and_ranks(tmp_path, target, field
     learning = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in learning)
     assert len(learning) == len(list(drafter.parameters())) - bool(fields)  # its embedding is the target's
+
+
+def test_parts_of_a_batch_on_several_processes_sum_to_its_loss(tmp_path, target):
+    """Threads stand for them, which wait for each other where processes do."""
+    drafter = unrolled("specblock", target, block_size=3, max_blocks=2)
+    trainer = trainer_for(tmp_path, target, drafter, "specblock", train=rows(5))
+    objective, batch = trainer.objective, collate(trainer.train_dataset.to_list())
+    prepared(trainer, batch)
+    counts = objective.counts([batch])
+    drafter.train()
+
+    def gradients(losses):
+        drafter.zero_grad()
+        sum(losses).backward()
+        return {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
+
+    objective.total = lambda value: value
+    whole = objective.step(drafter, batch, counts=counts)
+    wanted = gradients([whole.loss])
+    barrier, given, found = threading.Barrier(2), {}, {}
+
+    def total(value):
+        given[threading.get_ident()] = value
+        barrier.wait()
+        summed = sum(given.values())
+        barrier.wait()
+        return summed
+
+    def run(part):
+        own = {name: value if name == "steps" else value[part] for name, value in batch.items()}
+        with torch.enable_grad():
+            found[part.start] = objective.step(drafter, own, counts=counts)
+
+    objective.total = total
+    threads = [threading.Thread(target=run, args=(part,)) for part in (slice(0, 2), slice(2, 5))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in ("loss", "kl", "rank"):
+        torch.testing.assert_close(sum(getattr(each, name) for each in found.values()), getattr(whole, name))
+    torch.testing.assert_close(gradients([each.loss for each in found.values()]), wanted)
 
 
 def test_the_rank_head_trains_itself_alone(tmp_path, target):

@@ -41,13 +41,11 @@ class MaskPieces:
         rows: dict[int, list[torch.Tensor]] = {}
         for piece in self.pieces:
             row = slice(piece.row, piece.row + 1)
-            seen = [
-                torch.cat([all_[row, :, span] for span in piece.keys], dim=2) if len(piece.keys) > 1
-                else all_[row, :, piece.keys[0]]
-                for all_ in (keys, values)
-            ]  # fmt: skip
-            is_causal = piece.mask is None
+            seen_keys, seen_values = (
+                torch.cat([of_all[row, :, span] for span in piece.keys], dim=2) for of_all in (keys, values)
+            )
+            part, is_causal = queries[row, :, piece.queries], piece.mask is None
             how: dict[str, Any] = {**options, "scaling": scaling, "is_causal": is_causal}
-            out, _ = sdpa_attention_forward(module, queries[row, :, piece.queries], *seen, piece.mask, **how)
+            out, _ = sdpa_attention_forward(module, part, seen_keys, seen_values, piece.mask, **how)
             rows.setdefault(piece.row, []).append(out)
         return torch.cat([torch.cat(parts, dim=1) for parts in rows.values()]), None

@@ -64,7 +64,7 @@ class Eagle3Network(nn.Module):
             self.fc_norms = nn.ModuleList(DrafterRMSNorm(width, eps=eps) for _ in range(read))
         cast(Any, self).post_init()
         # FSDP2 wraps these, and refuses a name of which there is no layer.
-        self._no_split_modules = {type(layer).__name__ for layer in layers}
+        cast(Any, self)._no_split_modules = {type(layer).__name__ for layer in layers}
 
     def condition(self, residual: torch.Tensor) -> torch.Tensor:
         config = self.config

@@ -36,7 +36,7 @@ def test_what_serves_imports_reducers_heads_and_configuration_alone():
     parts = {f"drafters.parts.{name}" for name in ("reducers", "heads", "block_attention")}
     # What writes features: the file of a part, and how a checkpoint is known without loading it.
     features = {f"training.features.{name}" for name in ("part_file", "engine_protocol", "checkpoint")}
-    known_by = {"drafters.weights", "hub.gguf", "hub.gguf_cache", "version"}
+    known_by = {"drafters.weights", "hub.gguf", "version"}
     assert {b for module in features | known_by for b in imports(MODULES[module], MODULES)} <= features | known_by
     # The kinds of drafters are words and names of modules.
     allowed = {*parts, *features, "drafters.blocks.configuration_hyperdflash", "hub.kinds"} | served

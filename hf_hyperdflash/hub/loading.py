@@ -50,6 +50,7 @@ from ..targets.registry import target_of
 from .foreign import load_foreign
 from .found import Found, check_drafter, check_weights, find, read_fields, readable, unsupported_kind
 from .gguf import (
+    cached,
     check_gguf,
     gguf_path,
     name_in_gguf,
@@ -58,7 +59,6 @@ from .gguf import (
     read_gguf_tokenizer,
     settle_target,
 )
-from .gguf_cache import cached
 from .partial import NotApart, checkpoint_bytes, read_without_layers, remove_layers
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .data.encoding import end_ids_of
 from .data.rows import prepare_dataset
 from .data.templates import read_chat_template
-from .features.checking import check_rows
 from .features.engine import find_engine, served_checkpoint
 from .features.identity import feature_identity, token_bytes
+from .features.parts import part_defect, read_row
 from .features.writing import FeatureWriter, Producer, TargetProducer
 from .flags import FeatureFlags, ScriptArguments
-from .losses.objective import layers_needed
+from .losses.objective import compute_document_residuals, layers_needed, split_documents
 from .script import check_flags, earlier_drafter, load_data, make_parser, new_drafter, parse_known
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 # Parts are a 64th of all, so that several processes can share the work; but of 8 rows, which run together.
 _PARTS, _MIN_ROWS, _MAX_BYTES = 64, 8, 2**26
+# How far a row may be from what is computed here, on average over its tokens: what the number format rounds to, and
+# what two programs differ by that compute in bfloat16. Another layer's states differ by a third and more.
+_TOLERANCE = {"float32": 0.03, "bfloat16": 0.03, "float8": 0.06}
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> None:
@@ -136,3 +139,32 @@ def read_rows(
         for part, packing in ((train, args.packing), (held_out, False))
     )
     return concatenate_datasets([held_out, train.shuffle(seed=args.seed)])
+
+
+def check_rows(writer: FeatureWriter, target: PreTrainedModel, count: int) -> str:
+    """Compare `count` rows, spread over the parts that are there, with what a target computes here. Return a line with
+    the largest and mean error, relative to each token's states; raise a `ValueError` if that is more than rounding."""
+    there = [i for i, part in enumerate(writer.parts) if not part_defect(part.path(writer.directory), writer.key)]
+    places = [(i, row) for i in there for row in range(writer.parts[i].rows)]
+    chosen = places[:: max(1, len(places) // count)][:count]
+    dtype, layers = writer.identity["dtype"], writer.identity["target_layer_ids"]
+    errors, worst, worst_row = list[torch.Tensor](), -1.0, 0
+    for i, row in chosen:
+        stored = read_row(writer.parts[i].path(writer.directory), row, layers, layers)
+        documents = split_documents(stored["input_ids"], stored["position_ids"])
+        exact = torch.cat([compute_document_residuals(target, [each], layers)[0].cpu() for each in documents]).float()
+        # A token's vector in each stream: attention sinks have values a thousand times the others'.
+        error = (stored["residual"].float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-30)
+        errors.append(error.flatten())
+        if float(error.mean()) > worst:
+            worst, worst_row = float(error.mean()), writer.first_rows[i] + row
+    found = torch.cat(errors)
+    said = (
+        f"{len(chosen)} rows computed again: relative error {found.mean():.2%} on average, {found.max():.2%} at most"
+    )
+    if not worst <= _TOLERANCE[dtype]:
+        raise ValueError(
+            f"{said}. Row {worst_row} has {worst:.2%}, where {_TOLERANCE[dtype]:.0%} is rounding in {dtype}: "
+            "these are no states of this target, its layers and these tokens. Write them again, in another folder."
+        )
+    return f"{said}, as rounding makes it."

@@ -27,9 +27,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.hub.loading import load_target, unloaded_target
 from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.training.feature_script import check_rows
 from hf_hyperdflash.training.features import identity as identity_module
 from hf_hyperdflash.training.features import writing
-from hf_hyperdflash.training.features.checking import check_rows
 from hf_hyperdflash.training.features.fingerprint import (
     changed_parts,
     module_fingerprint,

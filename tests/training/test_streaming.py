@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
+from transformers import AutoTokenizer
 
 from hf_hyperdflash.training.features.identity import feature_identity
 from hf_hyperdflash.training.features.locking import hold
@@ -22,7 +23,7 @@ from hf_hyperdflash.training.features.parts import read_lists, read_reader
 from hf_hyperdflash.training.features.streaming import FolderOrder, StreamedFeatures
 from hf_hyperdflash.training.features.writing import FeatureWriter, TargetProducer
 
-from ..conftest import tiny_target
+from ..conftest import MODELS, tiny_target
 from ..helpers.processes import python
 from ..helpers.refusals import Refusal
 from ..helpers.training import rows, tiny_drafter, trainer_for
@@ -147,7 +148,7 @@ def run_and_kill(tmp_path, seed, data, held_out, limit, kills, delay):
     running, most, left = [begin() for begin in starts], 0, kills
     next_kill, began = time.monotonic() + choose.uniform(0.2, 1.5), time.monotonic()
     while running[2].exitcode != 0:
-        assert time.monotonic() - began < 200
+        assert time.monotonic() - began < 600, "it stands still"
         time.sleep(0.005)
         most = max(most, bytes_in(folder) if folder.exists() else 0)
         if left and time.monotonic() > next_kill:
@@ -306,12 +307,22 @@ def of_another(folder):
     return list(open_rows(folder, tokenized(20)))
 
 
+def of_another_tokenizer(folder):
+    target, tokenizer = tiny_target(), AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
+    identity = feature_identity(target, dtype=DTYPE, target_layer_ids=LAYERS, tokenizer=tokenizer)
+    FeatureWriter(folder.with_name("known"), tokenized(3), TargetProducer(target, identity)).complete()
+    assert len(open_rows(folder.with_name("known"), tokenized(3), tokenizer=tokenizer)) == 3
+    tokenizer.add_tokens("another")
+    open_rows(folder.with_name("known"), tokenized(3), tokenizer=tokenizer)
+
+
 DELETE = {"feature_retention": "delete"}
 REFUSED = {
     "other rows": Refusal(lambda at: open_rows(at, tokenized(20, seed=1)), ("20 of 20 rows", "row 0", "--max_length")),
     "another target": Refusal(lambda at: open_rows(at, tokenized(20), tiny_target(1)), ("another target", "weights")),
     "other layers": Refusal(lambda at: open_rows(at, tokenized(20), layers=[0, -1]), ("[-1]", "[0, -1]")),
     "another format": Refusal(lambda at: open_rows(at, tokenized(20), dtype="float8"), ("float32", "float8")),
+    "another tokenizer": Refusal(of_another_tokenizer, ("another vocabulary of the tokenizer",)),
     "half a part": Refusal(damaged, ("damaged", "delete it")),
     "a part of other rows": Refusal(of_another, ("other tokens", "delete it"), (ValueError, IndexError)),
     "several epochs": Refusal(lambda at: beside(at, num_train_epochs=2, **DELETE), ("num_train_epochs", "2", "keep")),

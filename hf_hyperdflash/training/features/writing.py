@@ -382,8 +382,9 @@ class FeatureWriter:
                         continue
                     if not self._fits(i, reader):
                         why = (
-                            f"Training needs part {reader.first + 1} of {len(self.parts)} next: waiting until it has "
-                            f"deleted some, because the folder holds {decimal(self._limit or 0)} at most."
+                            f"Training needs part {reader.first + 1} of {len(self.parts)} next: waiting until "
+                            f"`train --feature_retention delete` has deleted some, because the folder holds "
+                            f"{decimal(self._limit or 0)} at most."
                         )
                         break
                     if time.monotonic() - self._claimed_elsewhere.get(i, -_POLL) < _POLL:

@@ -96,6 +96,7 @@ def main() -> None:
         "DeepSeek-V3, 671B": (large, verification(large, 1), of_large, released(large, FP8, FP8)),
         "Qwen3-8B": (qwen, dense(qwen, 1), of_qwen, released(qwen, BF16, BF16)),
     }
+    largest: dict[str, str] = {}  # of each target, the hours of the largest number of rows
     for name, (_, token, drafter, _) in targets.items():
         wide = stored(drafter) * drafter.config.target_hidden_size * BF16
         rows = []
@@ -105,9 +106,9 @@ def main() -> None:
                 count * tokens * token.operations / second,
                 count * anchors * operations_of_an_anchor(drafter) / second,
             ]
-            rows.append(
-                [f"{count:,}", *(f"{seconds / 3600:.1f}" for seconds in times), f"{count * tokens * wide / 1e9:,.0f}"]
-            )
+            hours = [f"{seconds / 3600:.1f}" for seconds in times]
+            rows.append([f"{count:,}", *hours, f"{count * tokens * wide / 1e9:,.0f}"])
+            largest[name] = " / ".join(hours)
         print(f"\n## {name}\n")
         table(
             ["rows", "hours to write the answers", "target's forward, hours", "an epoch, hours", "feature cache, GB"],
@@ -125,9 +126,10 @@ def main() -> None:
         bytes_of_token = f"{BF16 * wide / 1e3:.1f} / {(wide + FP32 * stored(drafter)) / 1e3:.1f}"
         params = sum(parameter.numel() for parameter in drafter.parameters()) / 1e9
         counts = (size / 1e9, devices, ends / 1e9, 100 * ends / size, params, trained / 1e9)
-        lines.append([name, *(f"{count:,.3g}" for count in counts), bytes_of_token])
+        lines.append([name, *(f"{count:,.3g}" for count in counts), bytes_of_token, largest[name]])
     header = [
         "target", "weights as released, GB", "devices that serve it", "read by the trainer, GB", "of the weights, %",
         "drafter, billion parameters", "drafter in training, GB", "features of a token, bfloat16 / float8, kB",
+        f"hours for {arguments.rows[-1]:,} rows: answers / states / an epoch",
     ]  # fmt: skip
     table(header, lines)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config
 
@@ -60,6 +62,8 @@ def assert_same_ends(part, whole):
 @pytest.mark.parametrize("make", EACH)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_ends_as_the_whole_target_does(tmp_path, make, dtype):
+    if make is families.deepseek_v4 and dtype == "bfloat16" and Version(transformers.__version__) < Version("5.20"):
+        pytest.skip("transformers cannot run it before 5.20")
     name = saved(make, tmp_path / "target")
     whole = load_target(name, dtype=dtype, trust_remote_code=True)
     part = load_target(name, dtype=dtype, trust_remote_code=True, without_layers=True)

@@ -97,6 +97,11 @@ class Largest(TorchDispatchMode):
     ("kind", "row", "anchors"), [("hyperdflash", 4096, 96), ("eagle3", 1024, 8), ("specblock", 1024, 4)]
 )
 def test_no_tensor_has_as_many_elements_as_pairs_of_positions(tmp_path, monkeypatch, kind, row, anchors):
+    with Largest() as alone:  # of torch itself
+        query, key = torch.randn(1, 4, 256, 16, requires_grad=True), torch.randn(1, 2, 256, 16)
+        torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+    if alone.elements >= 256**2:
+        pytest.skip("this torch has no kernel on a CPU for heads that share keys, and computes all scores")
     monkeypatch.setattr(blocks, "_LARGE", 2**20)
     drafter, objective = made(tmp_path, kind, anchors)
     batch = batch_of(objective, [(row,)])

@@ -63,7 +63,7 @@ def train(folder: Path, *args, **flags) -> Path:
 def curve(folder: Path) -> list[dict[str, float]]:
     """What was logged of each step and of the evaluation, without times."""
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    timed = ("runtime", "per_second", "flos", "epoch")
+    timed = ("runtime", "per_second", "flos", "epoch", "train_loss")  # the last is of this call's steps
     return [
         {name: value for name, value in line.items() if not any(part in name for part in timed)} for line in history
     ]

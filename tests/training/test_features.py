@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.hub.loading import load_target, unloaded_target
 from hf_hyperdflash.targets.registry import target_of
-from hf_hyperdflash.training.features import identity as identity_module
+from hf_hyperdflash.training.features import checkpoint as checkpoint_module
 from hf_hyperdflash.training.features import writing
 from hf_hyperdflash.training.features.checking import check_rows
 from hf_hyperdflash.training.features.fingerprint import (
@@ -564,7 +564,7 @@ def test_a_folder_is_known_by_its_weight_files(tmp_path, monkeypatch):
     assert changed["target"]["files"] != known["target"]["files"] and identity_key(changed) != identity_key(known)
     # Of a large file pieces are read.
     for name, value in (("_WHOLE", 1000), ("_STRETCH", 4096), ("_PIECE", 64)):
-        monkeypatch.setattr(identity_module, name, value)
+        monkeypatch.setattr(checkpoint_module, name, value)
     read, before = [], changed["target"]["files"]
     for at, is_seen in ((4096 * 3 + 5, True), (4096 * 3 + 100, False)):
         data[at] ^= 1

@@ -77,11 +77,11 @@ def lengths() -> Faults:
 
     pages = sorted(DOCS.glob("*.md"))
     found = [(README, len(README.read_text().split()), 900), (CONTRIBUTING, words(CONTRIBUTING), 800)]
-    for page, count, most in [*found, (DOCS, words(*pages), 10_000)]:
+    for page, count, most in [*found, (DOCS, words(*pages), 10_700)]:
         if count > most:
             yield page, f"{count} words, at most {most}"
-    if len(pages) > 10:
-        yield DOCS, f"{len(pages)} pages, at most 10"
+    if len(pages) > 11:
+        yield DOCS, f"{len(pages)} pages, at most 11"
 
 
 def what_contributors_are_told_of() -> Faults:
@@ -289,7 +289,8 @@ def commands() -> Faults:
             words = [word for word in shlex.split(line, comments=True) if word != "--"]
             plain = [word for word in words if not word.startswith("-")]
             ours_of = re.compile(r"(.*/)?hf-hyperdflash|(examples|experiments|tools)/\S+")
-            at = next((i for i, word in enumerate(plain) if ours_of.fullmatch(word)), None)
+            scripts = (i for i, word in enumerate(plain) if ours_of.fullmatch(word) and not word.endswith(".yaml"))
+            at = next(scripts, None)
             if at is None or plain[0] == "hf":
                 continue
             program, rest = plain[at], plain[at + 1 :]

@@ -23,7 +23,7 @@ from hf_hyperdflash import capture_residual
 from hf_hyperdflash.drafters.blocks import drafter as block_drafter
 from hf_hyperdflash.drafters.deepseek_v4 import modeling_mtp
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
-from hf_hyperdflash.drafters.unrolled import modeling_eagle3
+from hf_hyperdflash.drafters.unrolled import drafter as unrolled_drafter
 from hf_hyperdflash.drafters.unrolled.drafter import UnrolledDrafter
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.growth import DraftStep
@@ -226,7 +226,7 @@ def each_grown_alone() -> Iterator[None]:
         return [each.sampler.grow(each.ids, each.num_drafts, steps) for each in requests]
 
     with pytest.MonkeyPatch.context() as patched:
-        for module in (block_drafter, modeling_mtp, modeling_eagle3):
+        for module in (block_drafter, modeling_mtp, unrolled_drafter):
             patched.setattr(module, "draft_batch", drafts)
         yield
 

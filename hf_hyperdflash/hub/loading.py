@@ -6,8 +6,8 @@ import copy
 import json
 import logging
 import textwrap
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import deepspeed
 from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 from transformers.utils.hub import extract_commit_hash
@@ -75,6 +76,18 @@ _WHERE = (
 _NOT_SAVED = ("dtype", "device_map", "attn_implementation", "quantization_config")
 
 
+@contextmanager
+def _outside_zero3() -> Iterator[None]:
+    """Load models whole on each process: transformers would shard them once DeepSpeed's ZeRO-3 is asked for, which is
+    for the drafter that is trained, and from the time when it is."""
+    given = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = given
+
+
 def load_target(
     name: str, *, trust_remote_code: bool = False, without_layers: bool = False, **kwargs: Any
 ) -> PreTrainedModel:
@@ -99,7 +112,7 @@ def load_target(
     name, kwargs = name_in_gguf(*resolve_subfolder(name, kwargs))
     where = {option: kwargs[option] for option in _WHERE if kwargs.get(option) is not None}
     check_target(name, **where)
-    with readable(name):
+    with readable(name), _outside_zero3():
         if "gguf_file" in where:
             target = _load_from_gguf(name, where, kwargs)
             target = remove_layers(target) if without_layers else target
@@ -307,7 +320,7 @@ def load_drafter(
         head = cast(torch.Tensor, target.get_output_embeddings().weight)
         dtype, device = dtype or target.dtype, device or (None if head.is_meta else head.device)
     drafter: Any
-    with readable(found.name):
+    with readable(found.name), _outside_zero3():
         if found.layout:
             drafter = load_foreign(found, target, dtype)
         elif found.is_targets_own:

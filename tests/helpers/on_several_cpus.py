@@ -24,7 +24,7 @@ def begin_with_fsdp(self, *args, **kwargs):
 
 
 def gather_and_wait(self, model, unwrap=True):
-    state = gather(self, model, unwrap)
+    state = gather(self, model, unwrap) or {}  # with ZeRO-3 the first process alone has it
     return {name: value.wait() if isinstance(value, AsyncCollectiveTensor) else value for name, value in state.items()}
 
 

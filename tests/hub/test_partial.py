@@ -8,6 +8,7 @@ import shutil
 import struct
 from itertools import product
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ import transformers
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from hf_hyperdflash import load_target
+from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.hub import partial
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.features.fingerprint import target_fingerprint
 
+from ..conftest import tiny_drafter
 from ..helpers import families
 from ..helpers.families import ALSO_MASKED, FAMILIES, qwen3
 from ..helpers.processes import python
@@ -211,6 +215,26 @@ def test_what_does_not_fit_is_named(tmp_path):
     Refusal(load(**{"lm_head.weight": torch.full(shape, torch.nan)}), ("not finite", "lm_head.weight")).check()
     float8 = torch.zeros(shape).to(torch.float8_e4m3fn)
     Refusal(load(**{"lm_head.weight": float8}), ("lm_head.weight", "float8_e4m3fn", "without a scale")).check()
+
+
+def test_zero3_shards_no_target_and_no_drafter_that_is_loaded(tmp_path):
+    """It is for the drafter that is trained; transformers would shard every model that it loads."""
+
+    class Zero3:
+        config: ClassVar = {}
+
+        def is_zero3(self):
+            return True
+
+    name, asked = saved(qwen3, tmp_path / "target"), Zero3()
+    tiny_drafter(qwen3()).save_pretrained(tmp_path / "drafter")
+    set_hf_deepspeed_config(asked)
+    try:
+        assert all(value.numel() for value in load_target(name).parameters())
+        assert all(value.numel() for value in load_drafter(tmp_path / "drafter").parameters())
+        assert is_deepspeed_zero3_enabled()
+    finally:
+        unset_hf_deepspeed_config()
 
 
 # How much is read

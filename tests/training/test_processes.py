@@ -86,6 +86,12 @@ def test_several_processes_train_as_one(tmp_path, kind):
         assert_same_run(train(tmp_path / f"{how}-{processes}", kind, processes, how), one)
 
 
+def test_zero3_trains_as_one(tmp_path):
+    """DeepSpeed compiles what its processes exchange with, the first time."""
+    pytest.importorskip("deepspeed")
+    assert_same_run(train(tmp_path / "two", "hyperdflash", 2, "zero3"), train(tmp_path / "one", "hyperdflash", 1))
+
+
 def as_if_stopped(folder: Path, step: int) -> Path:
     """A copy of a run as it was at a step."""
     copy = folder.with_name(f"{folder.name}-stopped")

@@ -28,7 +28,7 @@ from serve_vllm import CLIENTS, NAME, Server, ServerEnded, many_clients, prompts
 from hf_hyperdflash.benchmark import server as endpoint
 from hf_hyperdflash.benchmark.server import measure
 from hf_hyperdflash.serving.vllm.plugin import STREAMS_VARIABLE
-from hf_hyperdflash.training.endpoint import fetch
+from hf_hyperdflash.training.data.endpoint import fetch
 
 SUITES = ["gsm8k", "humaneval", "mt-bench"]
 NEARLY = 0.2  # nats between the two best tokens, below which another order of additions may choose the other

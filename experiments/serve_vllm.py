@@ -33,7 +33,7 @@ from hf_hyperdflash.benchmark.runner import commit, hardware
 from hf_hyperdflash.benchmark.server import DraftCounters, measure, vllm_counters
 from hf_hyperdflash.benchmark.suites import load_suite
 from hf_hyperdflash.decoding.stats import SpeculationStats
-from hf_hyperdflash.training.endpoint import fetch
+from hf_hyperdflash.training.data.endpoint import fetch
 
 NAME = "served"  # of the target, by the server
 CLIENTS = 16

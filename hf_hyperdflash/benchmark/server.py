@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..training.endpoint import Endpoint, fetch, opened
+from ..training.data.endpoint import Endpoint, fetch, opened
 from ..training.trials import Record
 from .runner import BenchmarkSettings, hardware, started
 from .suites import suite_title

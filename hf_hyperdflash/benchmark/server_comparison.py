@@ -20,7 +20,7 @@ from ..drafters.base import Drafter
 from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ..training.data.blocks import walk_rounds
-from ..training.endpoint import fetch, find_endpoint
+from ..training.data.endpoint import fetch, find_endpoint
 from ..training.trials import Local, Record, run
 from .doctor.ablations import encode
 from .doctor.config_variants import cause_of, draft_every_round, variants

@@ -73,9 +73,9 @@ def answers(
         check_tokenizer,
         read_conversations,
     )
+    from ..training.data.endpoint import Requests, find_endpoint
     from ..training.data.served_answers import ServedTarget
     from ..training.data.templates import read_chat_template
-    from ..training.endpoint import Requests, find_endpoint
 
     settings = AnswerSettings(
         question_suffix, max_prompt_length, max_new_tokens, temperature, top_p, thinking, seed,

@@ -19,7 +19,7 @@ import torch
 from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark.server import Server, measure, sglang_interval, sglang_rounds
 from hf_hyperdflash.benchmark.server_comparison import examine_server
-from hf_hyperdflash.training.endpoint import fetch
+from hf_hyperdflash.training.data.endpoint import fetch
 
 from ..conftest import prompt, tiny_drafter
 from ..helpers.served_drafters import HEAD, PAIRS, llama, our_drafts, qwen3, stirred, with_fields

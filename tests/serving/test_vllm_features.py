@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_target
 from hf_hyperdflash.targets.hooks import EMBEDDINGS
-from hf_hyperdflash.training.endpoint import Endpoint
+from hf_hyperdflash.training.data.endpoint import Endpoint
 from hf_hyperdflash.training.features.engine import EngineProducer
 from hf_hyperdflash.training.features.identity import feature_identity
 from hf_hyperdflash.training.features.part_file import row_digest

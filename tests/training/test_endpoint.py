@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hf_hyperdflash.training import endpoint as endpoints
-from hf_hyperdflash.training.endpoint import (
+from hf_hyperdflash.training.data.endpoint import (
     Endpoint,
     RequestFailed,
     RequestRefused,
@@ -181,7 +181,7 @@ def test_a_caller_that_stops_leaves_nothing_behind(monkeypatch):
 
 STOPPED = """
 import os, signal, sys, threading
-from hf_hyperdflash.training.endpoint import Endpoint, Requests
+from hf_hyperdflash.training.data.endpoint import Endpoint, Requests
 requests = Requests(Endpoint(sys.argv[1], "tiny"), 4)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_target
 from hf_hyperdflash.targets.hooks import EMBEDDINGS
-from hf_hyperdflash.training.endpoint import Endpoint
+from hf_hyperdflash.training.data.endpoint import Endpoint
 from hf_hyperdflash.training.feature_script import main
 from hf_hyperdflash.training.features.engine import EngineProducer
 from hf_hyperdflash.training.features.engine_protocol import (

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.training import endpoint as endpoints
+from hf_hyperdflash.training.data.endpoint import RequestRefused
 from hf_hyperdflash.training.data.rows import prepare_dataset
 from hf_hyperdflash.training.data.served_answers import read_answer
-from hf_hyperdflash.training.endpoint import RequestRefused
 
 from ..conftest import MODELS
 from ..helpers import loopback

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..endpoint import RequestFailed, RequestRefused, Requests
 from .answers import END_THINK, Answer, AnswerSettings, Conversation
+from .endpoint import RequestFailed, RequestRefused, Requests
 from .messages import REASONING, Message
 
 CHAT = "/v1/chat/completions"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...targets.registry import target_of
-from ..endpoint import Endpoint, RequestRefused, Requests, ServerError, find_endpoint
+from ..data.endpoint import Endpoint, RequestRefused, Requests, ServerError, find_endpoint
 from ..losses.objective import split_documents
 from .engine_protocol import (
     CONNECTOR,

@@ -88,7 +88,9 @@ def parse(
     """Parse flags: those of `train`, of which some matter here, and this command's own."""
     parser = make_parser(argv, prog, (FeatureFlags, ScriptArguments, HyperDFlashTrainingArguments))
     given = {part.partition("=")[0] for part in (sys.argv[1:] if argv is None else argv)}
-    parser._option_string_actions["--target"].required = "--endpoint" not in given  # which says what it serves
+    parser._option_string_actions["--target"].required = False
+    if not given & {"--target", "--endpoint"}:
+        raise ValueError("`features` needs `--target`, or `--endpoint`, whose server says what it serves.")
     flags, script, args = parse_known(parser, argv, "features")
     if flags.served_model and not flags.endpoint:
         raise ValueError(f"`--served_model` is {flags.served_model!r}, but no server is asked: add `--endpoint`.")

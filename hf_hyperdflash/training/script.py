@@ -50,7 +50,8 @@ class _Parser(HfArgumentParser):
     """Turns errors of argparse into a `ValueError`, which the command prints in one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}. `train --help` lists the flags.")
+        command = "features" if "--output" in self._option_string_actions else "train"
+        raise ValueError(f"{message}. `{command} --help` lists the flags.")
 
 
 def parse(argv: list[str] | None, prog: str | None = None) -> tuple[ScriptArguments, HyperDFlashTrainingArguments]:

@@ -104,3 +104,10 @@ REFUSED = {
 def test_what_is_wrong_is_told_before_anything_is_read(data, tmp_path, given, words):
     Refusal(lambda: main(flags(data, output=tmp_path / "out", **ROWS, **given)), words).check()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("left_out", ["--target", "--output"])
+def test_what_is_missing_is_told_with_this_commands_help(data, tmp_path, left_out):
+    given = flags(data, output=tmp_path / "out", **ROWS)
+    at = given.index(left_out)
+    Refusal(lambda: main(given[:at] + given[at + 2 :]), (left_out, "features")).check()

@@ -30,9 +30,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter, capture_residual, load_drafter
+from hf_hyperdflash.drafters import sampling
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.trees import growth
 from hf_hyperdflash.trees.draws import sample_index
 
 from .programs import require_checkout, require_package
@@ -118,7 +120,8 @@ def our_round(drafter: Any, target: PreTrainedModel, ids: Tensor, count: int, dr
     context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
     drafter.extend(target_of(target), context, captured[0], positions[:, :-1], ids[:, 1:])
     sampler = DraftSampler(LogitsProcessorList(), draws is not None)
-    with patch("hf_hyperdflash.drafters.sampling.sample_index", draws or sample_index):
+    draw = draws or sample_index
+    with patch.object(sampling, "sample_index", draw), patch.object(growth, "sample_index", draw):
         (tree,) = drafter.draft(target_of(target), [DraftRequest(context, ids, positions, count, sampler)])
     q = None if draws is None else torch.stack(tree.q)
     return Round(ids, tree.tokens.tolist(), draws.used if draws else [], q, tree.confidence)

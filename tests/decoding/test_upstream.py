@@ -129,6 +129,7 @@ PRIVATE = [
         "_default_compile_config": "to compile rounds as transformers' own loop would be",
         "_init_weights": "to start drafters",
         "_keep_in_fp32_modules_strict": "to keep gates and norms in float32",
+        "_keep_in_fp32_modules": "to load the ends of a target as the whole of it is loaded",
         "_keys_to_ignore_on_load_unexpected": "to load a drafter out of a whole V4 checkpoint",
         "_no_split_modules": "to place a drafter on several devices",
         "_supports_attention_backend": "to choose a drafter's attention",
@@ -152,9 +153,11 @@ PRIVATE = [
         "_push_from_checkpoint": "to push a drafter with its card",
         "_finish_current_push": "to end a push before the next",
         "_get_output_dir": "to find a checkpoint's folder",
+        "_get_train_sampler": "to train on rows in the order in which they are made",
         "_prepare_inputs": "to move a batch to the device",
     }),
     (nn.Module(), {
+        "_buffers": "to make the buffers of a target's ends that no checkpoint has",
         "_forward_hooks": "to see whether somebody else reads a target's forward",
         "_forward_pre_hooks": "to see whether somebody else reads a target's forward",
         "_apply": "to keep RoPE's frequencies in float32",
@@ -183,6 +186,9 @@ PRIVATE = [
         "_is_avx512_bf16_supported": "to answer in bfloat16 on a CPU that is fast in it",
     }),
     (torch, {"_dynamo": "to compile a module once for any number of tokens"}),
+    (transformers.integrations.deepspeed, {
+        "_hf_deepspeed_config_weak_ref": "to load targets whole beside a drafter that ZeRO-3 trains",
+    }),
     (torch, {"_inductor": "to see whether it packs weights"}),
     (torch._dynamo.eval_frame, {
         "_orig_mod": "to see the model in a compiled one",
@@ -196,7 +202,12 @@ OURS = {
     "_hyperdflash_context", "_hyperdflash_padding", "_hyperdflash_torn", "_asdict",
     "_num_draft_tokens", "_replace", "_acceptance", "_codebook",
     "_features", "_normalize_context_k", "_runtime", "_VERBOSITY", "_DISABLE_PROGRESS_BARS", "_abc_impl",
-    "_backward_cls", "_token_id", "_token",
+    "_backward_cls", "_token_id", "_token", "_packed",
+}  # fmt: skip
+# vLLM's, which `tests/serving/` runs.
+OF_ENGINES = {
+    "_block_size", "_executor", "_get_connector_metadata", "_is_tp_rank_zero", "_kv_cache", "_mtp_hidden_buffer",
+    "_storage_path",
 }  # fmt: skip
 
 
@@ -210,7 +221,7 @@ def test_each_private_thing_that_we_lean_on_is_there():
 
 
 def test_no_other_private_thing_is_leaned_on():
-    known = OURS.union(*(purposes for _, purposes in PRIVATE))
+    known = (OURS | OF_ENGINES).union(*(purposes for _, purposes in PRIVATE))
     others = sorted((reached_into() | overridden()) - known)
     assert not others, f"Give {others} lines in PRIVATE: who has it, and what for."
 

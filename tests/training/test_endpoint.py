@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hf_hyperdflash.training import endpoint as endpoints
+from hf_hyperdflash.training.data import endpoint as endpoints
 from hf_hyperdflash.training.data.endpoint import (
     Endpoint,
     RequestFailed,

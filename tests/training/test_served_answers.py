@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_hyperdflash.cli.app import app
-from hf_hyperdflash.training import endpoint as endpoints
+from hf_hyperdflash.training.data import endpoint as endpoints
 from hf_hyperdflash.training.data.endpoint import RequestRefused
 from hf_hyperdflash.training.data.rows import prepare_dataset
 from hf_hyperdflash.training.data.served_answers import read_answer

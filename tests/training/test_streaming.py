@@ -133,8 +133,8 @@ def start(what, *args, **options):
 
 
 def run_and_kill(tmp_path, seed, data, held_out, limit, kills, delay):
-    """Two producers and a trainer at once, each killed with SIGKILL at random moments and started again. Return the
-    most bytes that the folder had."""
+    """Two producers and a trainer at once, each killed with SIGKILL soon after random steps of the training, and
+    started again. Return the most bytes that the folder had."""
     choose, folder, log = random.Random(seed), tmp_path / "folder", tmp_path / "rows.log"
     both = tokenized(len(held_out) + len(data))
     how = dict(
@@ -145,24 +145,26 @@ def run_and_kill(tmp_path, seed, data, held_out, limit, kills, delay):
         *(lambda: start(produce, folder, both, delay, gigabytes=limit),) * 2,
         lambda: start(train, folder, tmp_path / "out", data, held_out, **how),
     ]
-    running, most, left = [begin() for begin in starts], 0, kills
-    next_kill, began = time.monotonic() + choose.uniform(0.2, 1.5), time.monotonic()
+    running, most = [begin() for begin in starts], 0
+    at = sorted(choose.sample(range(len(data) // 2 - 3), kills), reverse=True)  # steps of two rows; the last is next
+    began = time.monotonic()
     while running[2].exitcode != 0:
         assert time.monotonic() - began < 600, "it stands still"
         time.sleep(0.005)
         most = max(most, bytes_in(folder) if folder.exists() else 0)
-        if left and time.monotonic() > next_kill:
-            which = left % 3  # each in turn
+        if at and log.exists() and log.read_text().count("\n") > at[-1]:
+            time.sleep(choose.uniform(0, delay))
+            which = len(at) % 3  # each in turn
             running[which].kill()
             running[which].join()
             running[which] = starts[which]()
-            left, next_kill = left - 1, time.monotonic() + choose.uniform(0.2, 1.5)
+            at.pop()
         for process in running:
             assert process.exitcode in (None, 0), "it ended by itself"
     for process in running[:2]:
         process.join(60)
         assert process.exitcode == 0
-    assert not left
+    assert not at
     return most
 
 

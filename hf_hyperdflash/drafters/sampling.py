@@ -108,10 +108,6 @@ class DraftSampler:
         )
         object.__setattr__(self, "processors", may_run)
 
-    def is_open(self) -> bool:
-        """Return whether a chain is to have one more draft, by what is known without it."""
-        return self.chain_admission is None or self.chain_admission.is_open()
-
     def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return the scores by which drafts are drawn after prefixes.
 

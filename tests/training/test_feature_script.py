@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import fields
 
 import pytest
@@ -19,6 +17,7 @@ from hf_hyperdflash.training.script import main as train
 
 from ..conftest import MODELS
 from ..helpers.refusals import Refusal
+from .test_script import shown_help
 
 TARGET = str(MODELS / "tiny-deepseek-v4")
 ROWS = {"eval_rows": 3, "layers": 1}
@@ -38,15 +37,7 @@ def flags(data, **others):
 
 
 def test_the_help_has_its_flags_and_loads_nothing_heavy():
-    code = """
-import sys
-from hf_hyperdflash.cli.app import app
-app(["features", "--help"], standalone_mode=False)
-print([name for name in ("torch", "transformers", "datasets", "numpy") if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    *shown, loaded = done.stdout.splitlines()
-    assert loaded == "[]" and shown[0].startswith("usage: ")
+    shown = shown_help("features")
     for flag in fields(FeatureFlags):
         (at,) = (
             i for i, line in enumerate(shown) if line.startswith(f"  --{flag.name} ") or line == f"  --{flag.name}"

@@ -78,16 +78,22 @@ def train(tmp_path):
     return run
 
 
-def test_the_help_is_the_parsers_and_loads_nothing_heavy():
-    code = """
+def shown_help(command):
+    """The lines of a command's help, which loads nothing heavy."""
+    code = f"""
 import sys
 from hf_hyperdflash.cli.app import app
-app(["train", "--help"], standalone_mode=False)
+app([{command!r}, "--help"], standalone_mode=False)
 print([name for name in ("torch", "transformers", "datasets", "numpy") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *shown, loaded = done.stdout.splitlines()
     assert loaded == "[]" and shown[0].startswith("usage: ")
+    return shown
+
+
+def test_the_help_is_the_parsers_and_loads_nothing_heavy():
+    shown_help("train")
     entries: dict[str, list[str]] = {}
     for line in help_text("train").split("\n\nThe run:\n")[1].splitlines():
         if line.startswith("  --"):

@@ -52,6 +52,6 @@ def drafters(
     print(as_text(found) if found else _NONE.format(target=target, lookup=PROMPT_LOOKUP))
     if first := choose(found):
         print(
-            f"\nTry first: {first.name}. Of those that fit, its method drafts fastest. `hf-hyperdflash doctor --target "
-            f"{target} --drafter {first.name}` says what it brings here."
+            f"\nTry first: {first.name}, whose method drafts fastest. What it brings here:\n"
+            f"  hf-hyperdflash doctor --target {target} --drafter {first.name}"
         )

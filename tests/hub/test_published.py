@@ -152,7 +152,7 @@ def test_the_hub_is_asked_for_more(tmp_path, monkeypatch, capsys):
     drafters(TARGET)
     printed, said = capsys.readouterr()
     assert printed.startswith(as_text(hub_drafters(TARGET, Hub()))) and "and from the Hub" in said
-    assert f"\n\nTry first: {choose(hub_drafters(TARGET, Hub())).name}. " in printed
+    assert f"\n\nTry first: {choose(hub_drafters(TARGET, Hub())).name}, " in printed
     monkeypatch.setattr(Hub, "list_models", no_answer)
     drafters(TARGET)
     assert capsys.readouterr().out.startswith(as_text(known_drafters(TARGET)))

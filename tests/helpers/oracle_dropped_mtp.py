@@ -1,0 +1,319 @@
+"""MTP heads of families whose tensors transformers drops, an entry at a time and in float64, from the tensors that
+their publishers release and nothing else.
+
+Read for what is written out here: NVIDIA's NeMo Automodel (`nemotron_v3/mtp.py`, `qwen3_5/model.py`,
+`minimax_m3_vl/mtp.py`), Baidu's FastDeploy (`ernie4_5_mtp.py`), Meituan's head in SGLang (`longcat_flash_nextn.py`),
+and vLLM's `*_mtp.py` beside each. All but ERNIE's norm what a head hands on with a norm of its own; ERNIE's has none,
+and is normed by the target's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+class NaiveHead:
+    """A head whose decoder layer has attention and an MLP, each behind a norm.
+
+    Args:
+        tensors: By the publisher's names.
+        config: The target's text configuration.
+        target: For its embedding, its LM head and its final norm.
+    """
+
+    layer = "mtp.layers.0."  # before the names of the decoder layer's tensors
+    fusion = {
+        "embedding": "mtp.pre_fc_norm_embedding.weight",
+        "hidden": "mtp.pre_fc_norm_hidden.weight",
+        "projection": "mtp.fc.weight",
+        "out": "mtp.norm.weight",
+    }
+    centre = 0.0  # what is added to a norm's weight
+
+    def __init__(self, tensors, config, target):
+        self.w = {name: tensor.double() for name, tensor in tensors.items()}
+        self.config = config
+        self.embed = target.get_input_embeddings().weight.detach().double()
+        self.head = target.get_output_embeddings().weight.detach().double()
+        trunk = target.get_decoder()
+        self.final = (trunk.norm_f if hasattr(trunk, "norm_f") else trunk.norm).weight.detach().double()
+        eps = [getattr(config, name, None) for name in ("rms_norm_eps", "layer_norm_epsilon")]
+        self.eps = next(each for each in eps if each is not None)
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def norm(self, x, weight, eps=None):
+        weight = self.w[weight] if isinstance(weight, str) else weight
+        return x / torch.sqrt((x * x).mean() + (self.eps if eps is None else eps)) * (weight + self.centre)
+
+    def linear(self, x, name):
+        bias = self.w.get(f"{name}.bias")
+        return self.w[f"{name}.weight"] @ x + (0.0 if bias is None else bias)
+
+    def said(self, residual, ids, drafts):
+        """Logits of each of `drafts`, `[drafts, vocab_size]`.
+
+        Args:
+            residual: The target's, before its final norm, `[seq, hidden_size]`.
+            ids: The tokens, `seq + 1` of them.
+            drafts: The tokens that are drafted.
+        """
+        self.seen, logits = [], []
+        for position, (state, token) in enumerate(zip(residual.double(), ids[1:])):
+            state = self.entry(self.norm(state, self.final), token, position)
+        for step, token in enumerate(drafts):
+            logits.append(self.head @ state)
+            state = self.entry(state, token, len(residual) + step)
+        return torch.stack(logits)
+
+    def entry(self, state, token, position):
+        """What an entry hands on: to the LM head, and in place of the target's state to the next entry."""
+        embedding = self.norm(self.embed[token], self.fusion["embedding"])
+        fused = self.w[self.fusion["projection"]] @ torch.cat([embedding, self.norm(state, self.fusion["hidden"])])
+        return self.norm(self.block(fused, position), self.out)
+
+    @property
+    def out(self):
+        return self.fusion["out"]
+
+    def block(self, x, position):
+        x = x + self.attention(self.norm(x, self.layer + "input_layernorm.weight"), position)
+        return x + self.mlp(self.norm(x, self.layer + "post_attention_layernorm.weight"))
+
+    # Attention over the entries so far, a head at a time
+
+    @property
+    def attn(self):
+        return self.layer + "self_attn."
+
+    def rotated(self, x, position):
+        """Of a head: its first channels turn, the first half of them with the second."""
+        rope = self.config.rope_parameters
+        dim = int(len(x) * rope.get("partial_rotary_factor", 1.0))
+        turned, half = x.clone(), dim // 2
+        for i in range(half):
+            angle = position * rope["rope_theta"] ** (-2 * i / dim)
+            a, b = x[i], x[half + i]
+            turned[i], turned[half + i] = (
+                a * math.cos(angle) - b * math.sin(angle),
+                a * math.sin(angle) + b * math.cos(angle),
+            )
+        return turned
+
+    def head_norm(self, x, name):
+        return x
+
+    def gates(self, queries):
+        """Queries, and what each head's output is multiplied with."""
+        return queries, None
+
+    def visible(self, x, position):
+        """Which entries each head of keys sees."""
+        return [range(len(self.seen))] * self.config.num_key_value_heads
+
+    def attention(self, x, position):
+        config, dim = self.config, self.head_dim
+        queries, gates = self.gates(self.linear(x, self.attn + "q_proj").view(config.num_attention_heads, -1))
+        keys = self.linear(x, self.attn + "k_proj").view(-1, dim)
+        values = self.linear(x, self.attn + "v_proj").view(-1, dim)
+        keys = torch.stack([self.rotated(self.head_norm(key, "k_norm"), position) for key in keys])
+        self.seen.append((keys, values))
+        sees, heads = self.visible(x, position), []
+        for i, query in enumerate(queries):
+            query = self.rotated(self.head_norm(query, "q_norm"), position)
+            group = i * config.num_key_value_heads // config.num_attention_heads
+            scores = torch.stack([query @ self.seen[at][0][group] / math.sqrt(dim) for at in sees[group]])
+            weights = torch.softmax(scores, dim=0)
+            heads.append(sum(weight * self.seen[at][1][group] for weight, at in zip(weights, sees[group])))
+        out = torch.cat(heads)
+        return self.linear(out if gates is None else out * torch.sigmoid(gates.flatten()), self.attn + "o_proj")
+
+    # The MLP
+
+    @property
+    def ffn(self):
+        return self.layer + "mlp."
+
+    def swiglu(self, x, place):
+        gate = self.linear(x, place + "gate_proj")
+        return self.linear(gate * torch.sigmoid(gate) * self.linear(x, place + "up_proj"), place + "down_proj")
+
+    def mlp(self, x):
+        return self.swiglu(x, self.ffn)
+
+
+class NaiveQwen(NaiveHead):
+    """Qwen3-Next's and Qwen3.5's: attention with normed heads and a gate, over all entries whatever the target's own
+    layers are."""
+
+    centre = 1.0
+
+    def head_norm(self, x, name):
+        return self.norm(x, f"{self.attn}{name}.weight")
+
+    def gates(self, queries):
+        return queries.chunk(2, dim=-1)
+
+
+class NaiveQwenMoe(NaiveQwen):
+    """With experts, of which some are chosen, and one for all behind a gate."""
+
+    def mlp(self, x):
+        scores = torch.softmax(self.w[self.ffn + "gate.weight"] @ x, dim=0)
+        best = scores.topk(self.config.num_experts_per_tok)
+        shares = best.values / best.values.sum()
+        out = sum(share * self.swiglu(x, f"{self.ffn}experts.{i}.") for share, i in zip(shares, best.indices.tolist()))
+        return out + torch.sigmoid(self.w[self.ffn + "shared_expert_gate.weight"] @ x) * self.swiglu(
+            x, self.ffn + "shared_expert."
+        )
+
+
+class NaiveErnie(NaiveHead):
+    """ERNIE 4.5's: a layer with one MLP, which the target's final norm is behind."""
+
+    layer = "model.mtp_block.0."
+    fusion = {
+        "embedding": "model.mtp_emb_norm.0.weight",
+        "hidden": "model.mtp_hidden_norm.0.weight",
+        "projection": "model.mtp_linear_proj.0.weight",
+    }
+
+    @property
+    def out(self):
+        return self.final
+
+    def rotated(self, x, position):
+        """Consecutive channels turn together."""
+        return rotated_pairs(x, position, self.config.rope_parameters["rope_theta"])
+
+
+def rotated_pairs(x, position, theta):
+    turned = x.clone()
+    for i in range(0, len(x), 2):
+        angle = position * theta ** (-i / len(x))
+        turned[i] = x[i] * math.cos(angle) - x[i + 1] * math.sin(angle)
+        turned[i + 1] = x[i] * math.sin(angle) + x[i + 1] * math.cos(angle)
+    return turned
+
+
+class NaiveLongcat(NaiveHead):
+    """LongCat-Flash's: one multi-head latent attention, whose latents are scaled, and one MLP."""
+
+    layer = "model.mtp.layers.0."
+    fusion = {
+        "embedding": "model.mtp.layers.0.enorm.m.weight",
+        "hidden": "model.mtp.layers.0.hnorm.m.weight",
+        "projection": "model.mtp.layers.0.eh_proj.weight",
+        "out": "model.mtp.norm.weight",
+    }
+
+    @property
+    def ffn(self):
+        return self.layer + "transformer_layer.mlp."
+
+    def attention(self, x, position):
+        c, place = self.config, self.attn
+        theta, dim = c.rope_parameters["rope_theta"], c.qk_nope_head_dim + c.qk_rope_head_dim
+        latent = self.norm(self.linear(x, place + "q_a_proj"), place + "q_a_layernorm.weight", eps=1e-6)
+        queries = self.linear(latent, place + "q_b_proj").view(c.num_attention_heads, dim)
+        queries = queries * math.sqrt(c.hidden_size / c.q_lora_rank)
+        latent, key = self.linear(x, place + "kv_a_proj_with_mqa").split([c.kv_lora_rank, c.qk_rope_head_dim])
+        latent = self.norm(latent, place + "kv_a_layernorm.weight", eps=1e-6)
+        latent = latent * math.sqrt(c.hidden_size / c.kv_lora_rank)
+        known = self.linear(latent, place + "kv_b_proj").view(c.num_attention_heads, -1)
+        self.seen.append((known, rotated_pairs(key, position, theta)))
+        heads = []
+        for i, query in enumerate(queries):
+            plain, turned = query.split([c.qk_nope_head_dim, c.qk_rope_head_dim])
+            turned = rotated_pairs(turned, position, theta)
+            scores = [plain @ known[i, : c.qk_nope_head_dim] + turned @ key for known, key in self.seen]
+            weights = torch.softmax(torch.stack(scores) / math.sqrt(dim), dim=0)
+            heads.append(sum(w * known[i, c.qk_nope_head_dim :] for w, (known, _) in zip(weights, self.seen)))
+        return self.linear(torch.cat(heads), place + "o_proj")
+
+
+class NaiveNemotronH(NaiveHead):
+    """Nemotron-H's: an attention layer without positions, then a layer of experts, each behind one norm."""
+
+    fusion = {
+        "embedding": "mtp.layers.0.enorm.weight",
+        "hidden": "mtp.layers.0.hnorm.weight",
+        "projection": "mtp.layers.0.eh_proj.weight",
+        "out": "mtp.layers.1.final_layernorm.weight",
+    }
+    attn = "mtp.layers.0.mixer."
+
+    def rotated(self, x, position):
+        return x
+
+    def block(self, x, position):
+        x = x + self.attention(self.norm(x, "mtp.layers.0.norm.weight"), position)
+        return x + self.mlp(self.norm(x, "mtp.layers.1.norm.weight"))
+
+    def squared(self, x, place):
+        return self.linear(torch.relu(self.linear(x, place + "up_proj")) ** 2, place + "down_proj")
+
+    def mlp(self, x):
+        c, place = self.config, "mtp.layers.1.mixer."
+        scores = torch.sigmoid(self.w[place + "gate.weight"] @ x)
+        chosen = (scores + self.w[place + "gate.e_score_correction_bias"]).topk(c.num_experts_per_tok).indices
+        shares = scores[chosen] / scores[chosen].sum() * c.routed_scaling_factor
+        inner = x if c.moe_latent_size is None else self.linear(x, place + "fc1_latent_proj")
+        out = sum(s * self.squared(inner, f"{place}experts.{i}.") for s, i in zip(shares, chosen.tolist()))
+        out = out if c.moe_latent_size is None else self.linear(out, place + "fc2_latent_proj")
+        return out + self.squared(x, place + "shared_experts.")
+
+
+class NaiveMiniMaxM3(NaiveHead):
+    """MiniMax-M3's: attention over the blocks of entries that an indexer chooses, its own among them, and experts."""
+
+    layer = "language_model.model.mtp.layers.0.transformer_layer."
+    fusion = {
+        "embedding": "language_model.model.mtp.layers.0.enorm.weight",
+        "hidden": "language_model.model.mtp.layers.0.hnorm.weight",
+        "projection": "language_model.model.mtp.layers.0.eh_proj.weight",
+        "out": "language_model.model.mtp.layers.0.final_layernorm.weight",
+    }
+    centre = 1.0
+
+    @property
+    def ffn(self):
+        return self.layer + "block_sparse_moe."
+
+    def head_norm(self, x, name):
+        return self.norm(x, f"{self.attn}{name}.weight")
+
+    def visible(self, x, position):
+        c = self.config
+        key = self.rotated(self.head_norm(self.linear(x, self.attn + "index_k_proj"), "index_k_norm"), position)
+        self.index_keys = [*(self.index_keys if len(self.seen) > 1 else []), key]
+        size, sees = c.index_block_size, []
+        for query in self.linear(x, self.attn + "index_q_proj").view(c.index_n_heads, -1):
+            query = self.rotated(self.head_norm(query, "index_q_norm"), position)
+            scores = [float(query @ key) for key in self.index_keys]
+            blocks = range(-(-len(scores) // size))
+            value = {block: max(scores[block * size : (block + 1) * size]) for block in blocks}
+            own = {block for block in blocks if blocks[-1] - block < c.index_local_blocks}
+            best = sorted(blocks, key=lambda block: (block in own, value[block]), reverse=True)[: c.index_topk_blocks]
+            sees.append([at for at in range(len(scores)) if at // size in best])
+        return sees
+
+    def glu(self, gate, up):
+        limit = self.config.swiglu_limit
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(self.config.swiglu_alpha * gate) * (up + 1)
+
+    def mlp(self, x):
+        c, place = self.config, self.ffn
+        scores = torch.sigmoid(self.w[place + "gate.weight"] @ x)
+        chosen = (scores + self.w[place + "e_score_correction_bias"]).topk(c.num_experts_per_tok).indices
+        shares = scores[chosen] / scores[chosen].sum() * c.routed_scaling_factor
+        out = 0.0
+        for share, i in zip(shares, chosen.tolist()):
+            expert = f"{place}experts.{i}."
+            inner = self.glu(self.linear(x, expert + "w1"), self.linear(x, expert + "w3"))
+            out = out + share * self.linear(inner, expert + "w2")
+        shared = place + "shared_experts."
+        inner = self.glu(self.linear(x, shared + "gate_proj"), self.linear(x, shared + "up_proj"))
+        return out + self.linear(inner, shared + "down_proj")

@@ -143,6 +143,20 @@ KINDS = (
         why_not_served="is read from its target's checkpoint, which {engine} drafts with by itself",
     ),
     DrafterKind(
+        name="MTP head",
+        article="an",
+        model_type="mtp_heads",
+        drafter_path="drafters.mtp.modeling_mtp.MTPDrafter",
+        config_path="drafters.mtp.configuration.MTPConfig",
+        drafts="up to {of.max_draft_tokens} tokens, a pass for each",
+        sentences=(
+            "It is the multi-token-prediction heads of its target's own checkpoint, {of.num_heads} in number, on the "
+            "state after the target's final norm.",
+        ),
+        trains=True,
+        why_not_served="is read from its target's checkpoint, which {engine} drafts with by itself",
+    ),
+    DrafterKind(
         name="DSpark",
         model_type="deepseek_v4_dspark",
         drafter_path="drafters.deepseek_v4.modeling_dspark.DeepseekV4DSparkDrafter",

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from . import families
-from .families import COMMON, DELTA_NET, FULL, LINEAR, MOE, VISION, made
+from .families import COMMON, DELTA_NET, FULL, LINEAR, MOE, made
 from .oracle_dropped_mtp import (
     NaiveErnie,
     NaiveHead,
@@ -58,8 +58,8 @@ def minimax_m3():
         **COMMON, intermediate_size=16, num_hidden_layers=3, num_key_value_heads=2, head_dim=16,
         layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
         mlp_layer_types=["dense", "sparse", "sparse"], index_n_heads=2, index_head_dim=16, index_block_size=4,
-        index_topk_blocks=2, index_local_blocks=1, rotary_dim=8, dense_intermediate_size=48, shared_intermediate_size=16,
-        num_local_experts=4, num_experts_per_tok=2, num_mtp_modules=1,
+        index_topk_blocks=2, index_local_blocks=1, rotary_dim=8, dense_intermediate_size=48,
+        shared_intermediate_size=16, num_local_experts=4, num_experts_per_tok=2, num_mtp_modules=1,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     )  # fmt: skip
     vision = dict(num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, image_size=28)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +15,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from ...targets.registry import target_of
 from ..deepseek_v4.checkpoint import CheckpointTensors
 from ..weights import HubOptions, check_source
-from .families import FAMILIES
+from .families import FAMILIES, REFUSED
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -51,10 +52,10 @@ class HeadTensors(CheckpointTensors):
 
 
 def carries_heads(fields: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of a target of a family with MTP heads."""
+    """Return whether a config.json is of a target of a family with MTP heads, also of one that [`heads_in`] refuses."""
     text = fields.get("text_config")
     kinds = fields.get("model_type"), text.get("model_type") if isinstance(text, dict) else None
-    return not FAMILIES.keys().isdisjoint(kinds)
+    return not (FAMILIES | REFUSED).keys().isdisjoint(kinds)
 
 
 def heads_in(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[HubOptions]) -> tuple[Any, HeadTensors]:
@@ -78,6 +79,11 @@ def heads_in(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[HubOptio
         name = str(target)
         config = AutoConfig.from_pretrained(name, **hub_kwargs)
     own = config.get_text_config(decoder=True)
+    if own.model_type in REFUSED:
+        raise ValueError(
+            f"{name} is a {own.model_type} model, whose MTP head is not read: {REFUSED[own.model_type]}. "
+            f"`hf-hyperdflash drafters {name}` lists other drafters for it."
+        )
     family = FAMILIES.get(own.model_type)
     if family is None or not family.heads(own):
         why = f"is a {own.model_type} model" if family is None else "says in its config.json that it has none"
@@ -86,6 +92,13 @@ def heads_in(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[HubOptio
             "lists other drafters for it."
         )
     return config, HeadTensors(name, own, hub_kwargs)
+
+
+def is_done(rule: Any, stored: Iterable[str]) -> bool:
+    """Return whether a checkpoint stores what one of transformers' rules would make, as Qwen3.6 does, where the experts
+    of a layer are one tensor."""
+    made = rule.target_patterns if isinstance(rule, WeightConverter) else ()
+    return any(re.search(pattern, name) for pattern in made for name in stored)
 
 
 def converted(

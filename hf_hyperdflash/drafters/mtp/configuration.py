@@ -64,6 +64,11 @@ class MTPConfig(WithCode, PreTrainedConfig):
                 f"The config.json of {self.target_name_or_path or 'the target'} says that it has no MTP head "
                 "(`num_nextn_predict_layers`), expected at least one: use the one that belongs to the checkpoint."
             )
+        if heads > 1 and not self.family.can_be_several:
+            raise ValueError(
+                f"The config.json of {self.target_name_or_path or 'the target'} says that it has {heads} MTP heads, "
+                f"expected one: how a {kind} stores several is not published."
+            )
         self.max_blocks = self.max_blocks or (heads if heads > 1 else _REPEATED)
         if type(self.max_blocks) is not int or not 1 <= self.max_blocks <= (heads if heads > 1 else 2**8):
             raise ValueError(

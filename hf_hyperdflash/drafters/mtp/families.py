@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
@@ -24,6 +26,65 @@ def layers_by_transformers(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_mtp_config()
 
 
+def head_of_qwen(config: PreTrainedConfig) -> int:
+    """Return the number of heads of a Qwen3-Next, whose configuration does not say that it has one, or a Qwen3.5.
+
+    Raises:
+        ValueError: If the head is said to embed tokens itself, which none released does.
+    """
+    if getattr(config, "mtp_use_dedicated_embeddings", False):
+        raise ValueError(
+            "`mtp_use_dedicated_embeddings` is True in the target's config.json, expected False: the layout of an MTP "
+            "head that embeds tokens itself is not published."
+        )
+    return int(getattr(config, "mtp_num_hidden_layers", 1))
+
+
+def heads_of_nemotron(config: PreTrainedConfig) -> int:
+    """Return the number of heads of a Nemotron-H, each of attention and experts.
+
+    Raises:
+        ValueError: If they consist of other layers.
+    """
+    heads, kinds = heads_of(config), getattr(config, "mtp_layers_block_type", None)
+    if heads and kinds != ["full_attention", "moe"]:
+        raise ValueError(
+            f"`mtp_layers_block_type` is {kinds!r} in the target's config.json, expected ['full_attention', 'moe'], "
+            "the layers of every released MTP head of a Nemotron-H."
+        )
+    return heads
+
+
+def with_layers(**fields: Any) -> Callable[[PreTrainedConfig], PreTrainedConfig]:
+    """Return a function that gives a target's configuration these fields, which say what the heads' layers are where
+    they are not as the target's last one; of a name the field of that name."""
+
+    def changed(config: PreTrainedConfig) -> PreTrainedConfig:
+        for name, value in fields.items():
+            setattr(config, name, getattr(config, value) if isinstance(value, str) else value)
+        return config
+
+    return changed
+
+
+class HalfLongcatLayer(nn.Module):
+    """The decoder layer of LongCat-Flash's head: what one of the target's begins with, an attention and an MLP,
+    without the experts beside these and what follows."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = layer.self_attn[0], layer.mlps[0]
+        self.input_layernorm, self.post_attention_layernorm = (
+            layer.input_layernorm[0],
+            layer.post_attention_layernorm[0],
+        )
+
+    def forward(self, hidden: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """Return `[batch, tokens, config.hidden_size]` from the same; `inputs` are of the attention."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), **inputs)[0]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
 # Names of DeepSeek-V3: the heads are layers behind the target's last one.
 _DEEPSEEK = {
     "layers.{layer}.enorm.": "enorm.",
@@ -39,6 +100,34 @@ _APART = {
     "mtp.fc.": "eh_proj.",
     "mtp.norm.": "norm.",
     "mtp.layers.0.": "layers.0.",
+}
+# Names of ERNIE 4.5: each part of the head in a list of its own. Its norm is the target's final one, of which a drafter
+# has a copy.
+_ERNIE = {
+    "mtp_emb_norm.0.": "enorm.",
+    "mtp_hidden_norm.0.": "hnorm.",
+    "mtp_linear_proj.0.": "eh_proj.",
+    "mtp_block.0.": "layers.0.",
+    "norm.": "norm.",
+}
+_LONGCAT = {
+    "mtp.layers.0.enorm.m.": "enorm.",
+    "mtp.layers.0.hnorm.m.": "hnorm.",
+    "mtp.layers.0.eh_proj.": "eh_proj.",
+    "mtp.layers.0.input_layernorm.": "layers.0.input_layernorm.",
+    "mtp.layers.0.self_attn.": "layers.0.self_attn.",
+    "mtp.layers.0.post_attention_layernorm.": "layers.0.post_attention_layernorm.",
+    "mtp.layers.0.transformer_layer.mlp.": "layers.0.mlp.",
+    "mtp.norm.": "norm.",
+}
+# Names of Nemotron-H: what makes its two layers a head is in the first and in the last.
+_NEMOTRON = {
+    "mtp.layers.0.enorm.": "enorm.",
+    "mtp.layers.0.hnorm.": "hnorm.",
+    "mtp.layers.0.eh_proj.": "eh_proj.",
+    "mtp.layers.0.": "layers.0.",
+    "mtp.layers.1.final_layernorm.": "norm.",
+    "mtp.layers.1.": "layers.1.",
 }
 
 
@@ -64,6 +153,7 @@ class MTPFamily:
         layer_config: Returns the configuration of the family's own text model whose layers are those of the heads, one
             after the other, from a target's text configuration.
         layers: The number of decoder layers of a head.
+        layers_of: Returns these layers, of all heads, from a text model with that configuration.
         state_first: Whether `eh_proj` reads the state before the embedding.
     """
 
@@ -74,7 +164,13 @@ class MTPFamily:
     heads: Callable[[PreTrainedConfig], int] = heads_of
     layer_config: Callable[[PreTrainedConfig], PreTrainedConfig] = layers_by_transformers
     layers: int = 1
+    layers_of: Callable[[Any], Sequence[nn.Module]] = lambda trunk: trunk.layers
     state_first: bool = False
+
+    @property
+    def can_be_several(self) -> bool:
+        """Whether the names say which head a part belongs to."""
+        return any("{" in name for name in self.names)
 
     def parts(self, config: PreTrainedConfig) -> dict[str, str]:
         """Return the checkpoint's names of all heads' parts, without a prefix, and ours."""
@@ -105,6 +201,15 @@ class MTPFamily:
         return own + (get_checkpoint_conversion_mapping(self.conversions or config.model_type) or [])
 
 
+# Its layer has full attention, whatever the target's last one has.
+_QWEN = MTPFamily(
+    _APART,
+    prefix="",
+    heads=head_of_qwen,
+    layer_config=with_layers(
+        num_hidden_layers=1, layer_types=["full_attention"], mlp_only_layers=[], decoder_sparse_step=1
+    ),
+)
 # A row per family, by the `model_type` of the target's text configuration. To add one: what its checkpoints call the
 # parts of a head (`names`), where its decoder layers differ from the target's last one a `layer_config`, and any other
 # field that differs; a tiny target in `tests/helpers/mtp_targets.py`, whose test compares the drafts with transformers'
@@ -112,9 +217,35 @@ class MTPFamily:
 # is refused by name before weights are read.
 FAMILIES: dict[str, MTPFamily] = {
     "deepseek_v3": MTPFamily(_DEEPSEEK),  # Kimi-K2 and the text part of Kimi-K2.5, too
+    "ernie4_5_moe": MTPFamily(
+        _ERNIE, layer_config=with_layers(num_hidden_layers=1, moe_layer_start_index=1, moe_layer_end_index=1)
+    ),
     "glm4_moe": MTPFamily(_DEEPSEEK),
+    "longcat_flash": MTPFamily(
+        _LONGCAT,
+        heads=lambda config: 1,
+        layer_config=with_layers(num_layers=1, n_routed_experts=1, zero_expert_num=0),
+        layers_of=lambda trunk: [HalfLongcatLayer(layer) for layer in trunk.layers],
+    ),
     "mellum": MTPFamily(_APART, prefix=""),
+    "nemotron_h": MTPFamily(
+        _NEMOTRON,
+        prefix="",
+        heads=heads_of_nemotron,
+        layer_config=with_layers(layers_block_type="mtp_layers_block_type"),
+        layers=2,
+    ),
+    "qwen3_5_moe_text": _QWEN,
+    "qwen3_5_text": _QWEN,
+    "qwen3_next": _QWEN,
     "sarvam_mla": MTPFamily(_DEEPSEEK),
     "sarvam_moe": MTPFamily(_DEEPSEEK),
     "step3p5": MTPFamily(_DEEPSEEK, conversions="step3p7"),  # Step 3.7, too
+}
+# Families whose checkpoints have such tensors, too, but whose drafts would not be their publishers', and why.
+REFUSED = {
+    "mimo_v2_flash": "programs differ in whether its heads read the target's states before or after the final norm "
+    "(SGLang's, which its publisher helped to write, and vLLM's), and in whether the heads are run one after the other",
+    "minimax_m3_vl_text": "its head sees blocks of entries that an indexer chooses by their place in the text, and "
+    "which a draft tree and a batch do not have",
 }

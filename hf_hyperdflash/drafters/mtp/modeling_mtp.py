@@ -8,6 +8,7 @@ The decoder layers are the family's own, of transformers; what the families diff
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,17 +34,16 @@ from ..weights import (
     resolve_subfolder,
     warn_of_untrained,
 )
-from .checkpoint import HeadTensors, converted, heads_in
+from .checkpoint import HeadTensors, converted, heads_in, is_done
 from .configuration import MTPConfig
 
 
 class MTPHead(nn.Module):
     """One head: norms of its two inputs, their projection, decoder layers, and a norm."""
 
-    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, width: int, eps: float) -> None:
+    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, width: int) -> None:
         super().__init__()
-        make: Any = type(norm)
-        self.enorm, self.hnorm, self.norm = (make(width, eps=eps) for _ in range(3))
+        self.enorm, self.hnorm, self.norm = (copy.deepcopy(norm) for _ in range(3))
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList(layers)
 
@@ -68,11 +68,11 @@ class MTPDrafter(UnrolledDrafter):
         HiddenStateDrafter.__init__(self, config)  # its layers are the family's, with nothing of an `UnrolledNetwork`
         self.layer_config = config.layer_config()
         trunk: Any = AutoModel.from_config(self.layer_config)
-        self.layer_config, layers = trunk.config, config.family.layers
-        eps = getattr(self.layer_config, "rms_norm_eps", 1e-6)
+        self.layer_config, count = trunk.config, config.family.layers
+        layers, norm = config.family.layers_of(trunk), trunk.norm if hasattr(trunk, "norm") else trunk.norm_f
         self.heads = nn.ModuleList(
-            MTPHead(trunk.layers[first : first + layers], trunk.norm, config.hidden_size, eps)
-            for first in range(0, config.num_hidden_layers, layers)
+            MTPHead(layers[first : first + count], norm, config.hidden_size)
+            for first in range(0, config.num_hidden_layers, count)
         )
         self.rotary_emb = getattr(trunk, "rotary_emb", None)
         self.post_init()
@@ -160,6 +160,7 @@ class MTPDrafter(UnrolledDrafter):
         for name, tensor in drafter.state_dict(keep_vars=True).items():
             if not any(re.search(rf"(^|\.){part}(\.|$)", name) for part in kept):
                 tensor.data = tensor.data.to(dtype or torch.bfloat16)
+        drafter._weight_conversions = [rule for rule in drafter._weight_conversions if not is_done(rule, tensors.weights)]
         expected = drafter.published({name: value.to("meta") for name, value in drafter.state_dict().items()})
         check_names(
             tensors.name,
@@ -295,7 +296,7 @@ class MTPDrafter(UnrolledDrafter):
         hidden = head.eh_proj(torch.cat(parts[::-1] if self.config.family.state_first else parts, dim=-1))
         for index, layer in enumerate(head.layers, number * len(head.layers)):
             kind, window = self._span(index)
-            cache = _LayerCache(next(known), number, window)
+            cache = _LayerCache(known, number, window)
             visible = mask if mask is None else cache.visible(mask)
             if visible is not None:
                 visible = cast(Any, attention_mask_for(self.layer_config._attn_implementation, visible, hidden.dtype))
@@ -380,12 +381,12 @@ class _LayerCache:
     """Takes the place of a cache of transformers in a layer's attention.
 
     Args:
-        known: Adds keys and values to those before.
+        known: Of it the next one adds keys and values to those before; a layer of experts alone has none.
         first: How many of a text's first entries do not count, of which each token sees its own.
         window: How many tokens a token sees, itself included; `None` for all.
     """
 
-    def __init__(self, known: ContextLayer, first: int, window: int | None) -> None:
+    def __init__(self, known: Iterator[ContextLayer], first: int, window: int | None) -> None:
         self._known, self._first, self._window, self._sees_all = known, first, window, True
 
     def visible(self, mask: torch.Tensor) -> torch.Tensor:
@@ -402,7 +403,7 @@ class _LayerCache:
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values, and return those that are seen."""
-        keys, values = self._known(key_states, value_states)
+        keys, values = next(self._known)(key_states, value_states)
         if not self._sees_all:
             return keys, values
         count = keys.shape[2]

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from . import families
-from .families import COMMON, DELTA_NET, FULL, LINEAR, MOE, made
+from .families import COMMON
 from .oracle_dropped_mtp import (
     NaiveErnie,
     NaiveHead,
@@ -24,27 +24,6 @@ from .oracle_dropped_mtp import (
     NaiveQwen,
     NaiveQwenMoe,
 )
-
-
-def qwen3_5_moe():
-    return made(
-        "qwen3_5_moe_text", **MOE, **DELTA_NET, num_hidden_layers=4, layer_types=[LINEAR, LINEAR, LINEAR, FULL]
-    )
-
-
-def ernie4_5_moe():
-    return made(
-        "ernie4_5_moe", intermediate_size=48, num_hidden_layers=3, num_key_value_heads=2, moe_num_experts=4, moe_k=2,
-        moe_intermediate_size=16, moe_num_shared_experts=1, moe_layer_start_index=1, num_nextn_predict_layers=1,
-    )  # fmt: skip
-
-
-def longcat_flash():
-    return made(
-        "longcat_flash", num_layers=2, ffn_hidden_size=48, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16,
-        qk_rope_head_dim=8, head_dim=8, v_head_dim=16, moe_topk=2, n_routed_experts=4, zero_expert_num=2,
-        expert_ffn_hidden_size=16,
-    )  # fmt: skip
 
 
 def nemotron_h(**fields: Any):
@@ -229,9 +208,9 @@ def add(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 FAMILIES = {
     "qwen3_next": Family(families.qwen3_next, qwen_shapes, NaiveQwenMoe),
     "qwen3_5": Family(families.qwen3_5, qwen_shapes, NaiveQwen),
-    "qwen3_5_moe": Family(qwen3_5_moe, qwen_shapes, NaiveQwenMoe),
-    "ernie4_5_moe": Family(ernie4_5_moe, ernie_shapes, NaiveErnie),
-    "longcat_flash": Family(longcat_flash, longcat_shapes, NaiveLongcat),
+    "qwen3_5_moe": Family(families.qwen3_5_moe, qwen_shapes, NaiveQwenMoe),
+    "ernie4_5_moe": Family(families.ernie4_5_moe, ernie_shapes, NaiveErnie),
+    "longcat_flash": Family(families.longcat_flash, longcat_shapes, NaiveLongcat),
     "nemotron_h": Family(nemotron_h, nemotron_shapes, NaiveNemotronH),
     "minimax_m3": Family(minimax_m3, minimax_shapes, NaiveMiniMaxM3),
 }

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import AutoModel, PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
@@ -63,6 +64,7 @@ class MTPFamily:
         heads: Returns K for a target's text configuration, 0 if it has none.
         layer_config: Returns the configuration of the family's own text model whose layers are those of the heads, one
             after the other, from a target's text configuration.
+        model: The class of the family's text model, from `transformers.models` on, where `AutoModel` does not have it.
         layers: The number of decoder layers of a head.
         state_first: Whether `eh_proj` reads the state before the embedding.
     """
@@ -73,8 +75,16 @@ class MTPFamily:
     conversions: str = ""
     heads: Callable[[PreTrainedConfig], int] = heads_of
     layer_config: Callable[[PreTrainedConfig], PreTrainedConfig] = layers_by_transformers
+    model: str = ""
     layers: int = 1
     state_first: bool = False
+
+    def text_model(self, config: PreTrainedConfig) -> Any:
+        """Build the family's text model of a configuration of [`layer_config`]."""
+        if not self.model:
+            return AutoModel.from_config(config)
+        module, _, name = self.model.rpartition(".")
+        return getattr(import_module(f"transformers.models.{module}"), name)(config)
 
     def parts(self, config: PreTrainedConfig) -> dict[str, str]:
         """Return the checkpoint's names of all heads' parts, without a prefix, and ours."""
@@ -116,5 +126,7 @@ FAMILIES: dict[str, MTPFamily] = {
     "mellum": MTPFamily(_APART, prefix=""),
     "sarvam_mla": MTPFamily(_DEEPSEEK),
     "sarvam_moe": MTPFamily(_DEEPSEEK),
-    "step3p5": MTPFamily(_DEEPSEEK, conversions="step3p7"),  # Step 3.7, too
+    "step3p5": MTPFamily(  # Step 3.7, too
+        _DEEPSEEK, conversions="step3p7", model="step3p7.modeling_step3p7.Step3p7TextModel"
+    ),
 }

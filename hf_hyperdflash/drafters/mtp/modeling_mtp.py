@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ...targets.caches.name import CACHE
@@ -67,7 +67,7 @@ class MTPDrafter(UnrolledDrafter):
     def __init__(self, config: MTPConfig) -> None:
         HiddenStateDrafter.__init__(self, config)  # its layers are the family's, with nothing of an `UnrolledNetwork`
         self.layer_config = config.layer_config()
-        trunk: Any = AutoModel.from_config(self.layer_config)
+        trunk = config.family.text_model(self.layer_config)
         self.layer_config, layers = trunk.config, config.family.layers
         eps = getattr(self.layer_config, "rms_norm_eps", 1e-6)
         self.heads = nn.ModuleList(

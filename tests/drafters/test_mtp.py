@@ -90,13 +90,15 @@ def test_drafts_are_those_of_transformers_own_heads(pair, length, budget):
         torch.manual_seed(0)
         (tree,) = drafter.draft(target_of(target), [request_for(target, drafter, ids, depth, budget, do_sample)])
         assert len(tree) == (budget or depth) and max(tree.depths) <= depth
-        for node in range(len(tree)):
-            path = [int(tree.tokens[at]) for at in tree.path(node)]
-            logits = oracle.logits(ids, path[:-1])[-1]
-            if do_sample:
-                torch.testing.assert_close(tree.q[node], logits.softmax(-1), atol=1e-5, rtol=1e-3)
-            elif budget is None:
-                assert logits.argmax() == path[-1]
+        for parent in sorted(set(tree.parents)):
+            path = [int(tree.tokens[at]) for at in (tree.path(parent) if parent >= 0 else ())]
+            logits = oracle.logits(ids, path)[-1]
+            children = [node for node in range(len(tree)) if tree.parents[node] == parent]
+            tokens = [int(tree.tokens[node]) for node in children]
+            for rank, node in enumerate(children if do_sample else ()):  # drawn without those before
+                expected = logits.softmax(-1).index_fill(0, torch.tensor(tokens[:rank], dtype=torch.long), 0.0)
+                torch.testing.assert_close(tree.q[node], expected / expected.sum(), atol=1e-5, rtol=1e-3)
+            assert do_sample or tokens == logits.topk(len(tokens)).indices.tolist()
 
 
 def test_a_saved_drafter_is_in_its_publishers_layout(pair, tmp_path):

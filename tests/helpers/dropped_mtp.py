@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from . import families
-from .families import COMMON
 from .oracle_dropped_mtp import (
     NaiveErnie,
     NaiveHead,
     NaiveLongcat,
-    NaiveMiniMaxM3,
     NaiveNemotronH,
     NaiveQwen,
     NaiveQwenMoe,
@@ -30,20 +27,6 @@ def nemotron_h(**fields: Any):
     target = families.nemotron_h()
     config = type(target.config).from_dict({**target.config.to_dict(), "num_nextn_predict_layers": 1, **fields})
     return type(target)(config)
-
-
-def minimax_m3():
-    text = dict(
-        **COMMON, intermediate_size=16, num_hidden_layers=3, num_key_value_heads=2, head_dim=16,
-        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-        mlp_layer_types=["dense", "sparse", "sparse"], index_n_heads=2, index_head_dim=16, index_block_size=4,
-        index_topk_blocks=2, index_local_blocks=1, rotary_dim=8, dense_intermediate_size=48,
-        shared_intermediate_size=16, num_local_experts=4, num_experts_per_tok=2, num_mtp_modules=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    )  # fmt: skip
-    vision = dict(num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, image_size=28)
-    config = transformers.MiniMaxM3VLConfig(text_config=text, vision_config=vision, projector_hidden_size=64)
-    return transformers.MiniMaxM3SparseForConditionalGeneration(config)
 
 
 def grouped_shapes(c, gated: bool) -> dict[str, tuple[int, ...]]:
@@ -139,28 +122,6 @@ def nemotron_shapes(c):
     return found
 
 
-def minimax_shapes(c):
-    d, head = c.hidden_size, "language_model.model.mtp.layers.0."
-    layer = f"{head}transformer_layer."
-    found = {
-        f"{head}eh_proj.weight": (d, 2 * d),
-        **norms(d, f"{head}enorm.weight", f"{head}hnorm.weight", f"{head}final_layernorm.weight"),
-        **norms(d, f"{layer}input_layernorm.weight", f"{layer}post_attention_layernorm.weight"),
-        **under(f"{layer}self_attn.", grouped_shapes(c, gated=False)),
-        **norms(c.head_dim, f"{layer}self_attn.q_norm.weight", f"{layer}self_attn.k_norm.weight"),
-        **norms(c.index_head_dim, f"{layer}self_attn.index_q_norm.weight", f"{layer}self_attn.index_k_norm.weight"),
-        f"{layer}self_attn.index_q_proj.weight": (c.index_n_heads * c.index_head_dim, d),
-        f"{layer}self_attn.index_k_proj.weight": (c.index_head_dim, d),
-        f"{layer}block_sparse_moe.gate.weight": (c.num_local_experts, d),
-        f"{layer}block_sparse_moe.e_score_correction_bias": (c.num_local_experts,),
-        **under(f"{layer}block_sparse_moe.shared_experts.", mlp_shapes(d, c.shared_intermediate_size)),
-    }
-    for i in range(c.num_local_experts):
-        shapes = mlp_shapes(d, c.intermediate_size, ("w1", "w3", "w2"))
-        found |= under(f"{layer}block_sparse_moe.experts.{i}.", shapes)
-    return found
-
-
 class Family(NamedTuple):
     target: Callable[[], Any]
     shapes: Callable[[Any], dict[str, tuple[int, ...]]]  # of its head, by its publisher's names
@@ -207,10 +168,9 @@ def add(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 FAMILIES = {
     "qwen3_next": Family(families.qwen3_next, qwen_shapes, NaiveQwenMoe),
-    "qwen3_5": Family(families.qwen3_5, qwen_shapes, NaiveQwen),
-    "qwen3_5_moe": Family(families.qwen3_5_moe, qwen_shapes, NaiveQwenMoe),
+    "qwen3_5_text": Family(families.qwen3_5, qwen_shapes, NaiveQwen),
+    "qwen3_5_moe_text": Family(families.qwen3_5_moe, qwen_shapes, NaiveQwenMoe),
     "ernie4_5_moe": Family(families.ernie4_5_moe, ernie_shapes, NaiveErnie),
     "longcat_flash": Family(families.longcat_flash, longcat_shapes, NaiveLongcat),
     "nemotron_h": Family(nemotron_h, nemotron_shapes, NaiveNemotronH),
-    "minimax_m3": Family(minimax_m3, minimax_shapes, NaiveMiniMaxM3),
 }

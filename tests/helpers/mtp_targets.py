@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
+
+from hf_hyperdflash import load_target
 
 from . import families
 
@@ -82,12 +84,12 @@ def sarvam_moe() -> PreTrainedModel:
 
 
 def step3p7() -> PreTrainedModel:
-    """With three heads, one of them without experts."""
+    """With three heads, the last of which has a window."""
     text = dict(
         **families.COMMON, **EXPERTS, num_key_value_heads=2, head_dim=16, n_routed_experts=4, share_expert_dim=16,
         sliding_window=8, num_nextn_predict_layers=3, num_sliding_attention_heads=8,
         layer_types=[families.SLIDING, families.SLIDING, families.FULL] + [families.FULL] * 2 + [families.SLIDING],
-        mlp_layer_types=["dense", "sparse", "sparse"] * 2,
+        mlp_layer_types=["dense", "sparse", "dense", "dense", "dense", "dense"],
     )  # fmt: skip
     vision = dict(num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, image_size=28)
     config = transformers.Step3p7Config(text_config=text, vision_config=vision)
@@ -102,6 +104,7 @@ CARRIERS: dict[str, Carrier] = {
     "mellum": Carrier(mellum, apart),
     "sarvam_mla": Carrier(sarvam_mla, behind_the_last),
     "sarvam_moe": Carrier(sarvam_moe, behind_the_last),
+    "step3p5": Carrier(step3p7, behind_the_last, 3),
 }
 
 
@@ -150,7 +153,7 @@ def write(family: str, folder: Path) -> Path:
 def loaded(family: str, folder: Path) -> Any:
     """Write and load a target. What it ignores of its checkpoint are the heads' layers, whose number transformers
     knows of released models alone."""
-    target = AutoModelForCausalLM.from_pretrained(write(family, folder), dtype=torch.float32).eval()
+    target = load_target(str(write(family, folder)), dtype=torch.float32)
     last = target.config.get_text_config().num_hidden_layers
     ignored = [
         rf"(^|\.)layers\.{last + head}\." if re.search(r"\d", pattern) else pattern

@@ -1,10 +1,10 @@
 """MTP heads of families whose tensors transformers drops, an entry at a time and in float64, from the tensors that
 their publishers release and nothing else.
 
-Read for what is written out here: NVIDIA's NeMo Automodel (`nemotron_v3/mtp.py`, `qwen3_5/model.py`,
-`minimax_m3_vl/mtp.py`), Baidu's FastDeploy (`ernie4_5_mtp.py`), Meituan's head in SGLang (`longcat_flash_nextn.py`),
-and vLLM's `*_mtp.py` beside each. All but ERNIE's norm what a head hands on with a norm of its own; ERNIE's has none,
-and is normed by the target's.
+Read for what is written out here: NVIDIA's NeMo Automodel (`nemotron_v3/mtp.py`, `qwen3_5/model.py`), Baidu's FastDeploy
+(`ernie4_5_mtp.py`), Meituan's head in SGLang (`longcat_flash_nextn.py`), and vLLM's `*_mtp.py` beside each. All heads
+read the target's state after its final norm, and hand on what they norm for the LM head. ERNIE's has no norm for that
+and takes the target's, as FastDeploy does; vLLM's leaves it out.
 """
 
 from __future__ import annotations
@@ -263,57 +263,3 @@ class NaiveNemotronH(NaiveHead):
         out = sum(s * self.squared(inner, f"{place}experts.{i}.") for s, i in zip(shares, chosen.tolist()))
         out = out if c.moe_latent_size is None else self.linear(out, place + "fc2_latent_proj")
         return out + self.squared(x, place + "shared_experts.")
-
-
-class NaiveMiniMaxM3(NaiveHead):
-    """MiniMax-M3's: attention over the blocks of entries that an indexer chooses, its own among them, and experts."""
-
-    layer = "language_model.model.mtp.layers.0.transformer_layer."
-    fusion = {
-        "embedding": "language_model.model.mtp.layers.0.enorm.weight",
-        "hidden": "language_model.model.mtp.layers.0.hnorm.weight",
-        "projection": "language_model.model.mtp.layers.0.eh_proj.weight",
-        "out": "language_model.model.mtp.layers.0.final_layernorm.weight",
-    }
-    centre = 1.0
-
-    @property
-    def ffn(self):
-        return self.layer + "block_sparse_moe."
-
-    def head_norm(self, x, name):
-        return self.norm(x, f"{self.attn}{name}.weight")
-
-    def visible(self, x, position):
-        c = self.config
-        key = self.rotated(self.head_norm(self.linear(x, self.attn + "index_k_proj"), "index_k_norm"), position)
-        self.index_keys = [*(self.index_keys if len(self.seen) > 1 else []), key]
-        size, sees = c.index_block_size, []
-        for query in self.linear(x, self.attn + "index_q_proj").view(c.index_n_heads, -1):
-            query = self.rotated(self.head_norm(query, "index_q_norm"), position)
-            scores = [float(query @ key) for key in self.index_keys]
-            blocks = range(-(-len(scores) // size))
-            value = {block: max(scores[block * size : (block + 1) * size]) for block in blocks}
-            own = {block for block in blocks if blocks[-1] - block < c.index_local_blocks}
-            best = sorted(blocks, key=lambda block: (block in own, value[block]), reverse=True)[: c.index_topk_blocks]
-            sees.append([at for at in range(len(scores)) if at // size in best])
-        return sees
-
-    def glu(self, gate, up):
-        limit = self.config.swiglu_limit
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * torch.sigmoid(self.config.swiglu_alpha * gate) * (up + 1)
-
-    def mlp(self, x):
-        c, place = self.config, self.ffn
-        scores = torch.sigmoid(self.w[place + "gate.weight"] @ x)
-        chosen = (scores + self.w[place + "e_score_correction_bias"]).topk(c.num_experts_per_tok).indices
-        shares = scores[chosen] / scores[chosen].sum() * c.routed_scaling_factor
-        out = 0.0
-        for share, i in zip(shares, chosen.tolist()):
-            expert = f"{place}experts.{i}."
-            inner = self.glu(self.linear(x, expert + "w1"), self.linear(x, expert + "w3"))
-            out = out + share * self.linear(inner, expert + "w2")
-        shared = place + "shared_experts."
-        inner = self.glu(self.linear(x, shared + "gate_proj"), self.linear(x, shared + "up_proj"))
-        return out + self.linear(inner, shared + "down_proj")

@@ -111,9 +111,7 @@ class CheckpointTensors:
 
         def read(own: str) -> torch.Tensor:
             scale = scales.get(_stem(own))
-            return dequantize(
-                stored(own), None if scale is None else stored(scale), (int(rows), int(columns)), own
-            )
+            return dequantize(stored(own), None if scale is None else stored(scale), (int(rows), int(columns)), own)
 
         return {own: partial(read, own) for own in self.weights}
 

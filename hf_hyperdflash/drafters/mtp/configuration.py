@@ -101,7 +101,7 @@ class MTPConfig(WithCode, PreTrainedConfig):
         """Return that of the family's text model whose layers are those of the heads. It has hardly an embedding,
         which is the target's."""
         made = self.family.layer_config(self.of_target())
-        made.vocab_size, made.pad_token_id, made.dtype = 1, None, None
+        made.vocab_size, made.pad_token_id, made.dtype = 1, 0, None
         return made
 
     @classmethod

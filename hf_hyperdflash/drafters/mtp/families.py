@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoModel, PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
@@ -152,6 +153,7 @@ class MTPFamily:
         heads: Returns K for a target's text configuration, 0 if it has none.
         layer_config: Returns the configuration of the family's own text model whose layers are those of the heads, one
             after the other, from a target's text configuration.
+        model: The class of the family's text model, from `transformers.models` on, where `AutoModel` does not have it.
         layers: The number of decoder layers of a head.
         layers_of: Returns these layers, of all heads, from a text model with that configuration.
         state_first: Whether `eh_proj` reads the state before the embedding.
@@ -163,6 +165,7 @@ class MTPFamily:
     conversions: str = ""
     heads: Callable[[PreTrainedConfig], int] = heads_of
     layer_config: Callable[[PreTrainedConfig], PreTrainedConfig] = layers_by_transformers
+    model: str = ""
     layers: int = 1
     layers_of: Callable[[Any], Sequence[nn.Module]] = lambda trunk: trunk.layers
     state_first: bool = False
@@ -171,6 +174,13 @@ class MTPFamily:
     def can_be_several(self) -> bool:
         """Whether the names say which head a part belongs to."""
         return any("{" in name for name in self.names)
+
+    def text_model(self, config: PreTrainedConfig) -> Any:
+        """Build the family's text model of a configuration of [`layer_config`]."""
+        if not self.model:
+            return AutoModel.from_config(config)
+        module, _, name = self.model.rpartition(".")
+        return getattr(import_module(f"transformers.models.{module}"), name)(config)
 
     def parts(self, config: PreTrainedConfig) -> dict[str, str]:
         """Return the checkpoint's names of all heads' parts, without a prefix, and ours."""
@@ -240,7 +250,9 @@ FAMILIES: dict[str, MTPFamily] = {
     "qwen3_next": _QWEN,
     "sarvam_mla": MTPFamily(_DEEPSEEK),
     "sarvam_moe": MTPFamily(_DEEPSEEK),
-    "step3p5": MTPFamily(_DEEPSEEK, conversions="step3p7"),  # Step 3.7, too
+    "step3p5": MTPFamily(  # Step 3.7, too
+        _DEEPSEEK, conversions="step3p7", model="step3p7.modeling_step3p7.Step3p7TextModel"
+    ),
 }
 # Families whose checkpoints have such tensors, too, but whose drafts would not be their publishers', and why.
 REFUSED = {

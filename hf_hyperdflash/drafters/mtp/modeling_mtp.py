@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ...targets.caches.name import CACHE
@@ -67,7 +67,7 @@ class MTPDrafter(UnrolledDrafter):
     def __init__(self, config: MTPConfig) -> None:
         HiddenStateDrafter.__init__(self, config)  # its layers are the family's, with nothing of an `UnrolledNetwork`
         self.layer_config = config.layer_config()
-        trunk: Any = AutoModel.from_config(self.layer_config)
+        trunk = config.family.text_model(self.layer_config)
         self.layer_config, count = trunk.config, config.family.layers
         layers, norm = config.family.layers_of(trunk), trunk.norm if hasattr(trunk, "norm") else trunk.norm_f
         self.heads = nn.ModuleList(
@@ -160,7 +160,9 @@ class MTPDrafter(UnrolledDrafter):
         for name, tensor in drafter.state_dict(keep_vars=True).items():
             if not any(re.search(rf"(^|\.){part}(\.|$)", name) for part in kept):
                 tensor.data = tensor.data.to(dtype or torch.bfloat16)
-        drafter._weight_conversions = [rule for rule in drafter._weight_conversions if not is_done(rule, tensors.weights)]
+        drafter._weight_conversions = [
+            rule for rule in drafter._weight_conversions if not is_done(rule, tensors.weights)
+        ]
         expected = drafter.published({name: value.to("meta") for name, value in drafter.state_dict().items()})
         check_names(
             tensors.name,

@@ -242,7 +242,7 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
         Returns:
             States for the LM head, `[batch, entries, (1 + len(slots)) * config.block_size, config.hidden_size]`.
         """
-        caches = [_LevelCache() for _ in self.layers]
+        caches = [_LevelCache() for _ in range(self.config.num_hidden_layers)]
         mask = self.entry_mask(position_ids)
         next_embeds, later_embeds = (self._embedded(each) for each in (next_embeds, later_embeds))
         first = self.run(self.condition(residual), next_embeds, position_ids + 1, caches, mask)

@@ -99,6 +99,10 @@ MORE = {
         lambda target: unrolled("specblock", target, block_size=3, reducer="hybrid", rank_head=False, **READ),
     ),
     "mtp heads": of_own_checkpoint("step3p5"),
+    "mtp head beside linear attention": of_own_checkpoint("qwen3_next"),
+    "mtp head of two layers": of_own_checkpoint("nemotron_h"),
+    "mtp head of half a layer": of_own_checkpoint("longcat_flash"),
+    "mtp head with the target's norm": of_own_checkpoint("ernie4_5_moe"),
     "windows": of_family(
         without_padding,
         lambda target: tiny_drafter(

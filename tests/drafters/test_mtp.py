@@ -1,4 +1,5 @@
-"""MTP heads in their targets' own checkpoints, beside transformers' model of them."""
+"""MTP heads in their targets' own checkpoints, beside transformers' model of them, or, where transformers drops them,
+beside their publishers' definition, written out entry by entry."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import prompt
+from ..helpers.dropped_mtp import PUBLISHED
 from ..helpers.mtp_targets import CARRIERS, loaded
 
 
@@ -64,6 +66,27 @@ class StockHeads:
         return torch.stack(made)
 
 
+class NaiveHeads:
+    """The oracle of a head that transformers drops, of the tensors in its checkpoint."""
+
+    def __init__(self, target, family, folder):
+        (naive, config), self.target = (PUBLISHED[family][1], target.config.get_text_config()), target
+        self.naive = naive(stored_in(folder), config, target)
+
+    def logits(self, ids, path):
+        return self.naive.logits(states_after(self.target, ids[:, :-1])[0], ids[0].tolist(), path).float()
+
+
+def stored_in(folder):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return {name: value for shard in set(index.values()) for name, value in load_file(folder / shard).items()}
+
+
+def oracle_for(target, folder):
+    family = target.config.get_text_config().model_type
+    return NaiveHeads(target, family, folder) if family in PUBLISHED else StockHeads(target)
+
+
 def request_for(target, drafter, ids, count, budget=None, do_sample=False):
     seen, context = target_of(target), drafter.new_context()
     residual = torch.zeros(1, ids.shape[1] - 1, 1, seen.config.hidden_size)
@@ -82,10 +105,10 @@ def request_for(target, drafter, ids, count, budget=None, do_sample=False):
 
 @pytest.mark.parametrize("budget", [None, 9])
 @pytest.mark.parametrize("length", [2, 3, 4, 17, 40])
-def test_drafts_are_those_of_transformers_own_heads(pair, length, budget):
+def test_drafts_are_those_of_transformers_own_heads_or_their_publishers(pair, length, budget, tmp_path):
     """Each draft, and the distribution that it is drawn from, after the path before it."""
     target, drafter = pair
-    oracle, ids, depth = StockHeads(target), prompt(length, seed=length), drafter.max_draft_tokens
+    oracle, ids, depth = oracle_for(target, tmp_path), prompt(length, seed=length), drafter.max_draft_tokens
     for do_sample in (False, True):
         torch.manual_seed(0)
         (tree,) = drafter.draft(target_of(target), [request_for(target, drafter, ids, depth, budget, do_sample)])
@@ -104,10 +127,7 @@ def test_drafts_are_those_of_transformers_own_heads(pair, length, budget):
 def test_a_saved_drafter_is_in_its_publishers_layout(pair, tmp_path):
     """What the target's checkpoint has of the heads, and no code; and it is one again."""
     target, drafter = pair
-    stored = {}
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    for shard in set(index.values()):
-        stored |= load_file(tmp_path / shard)
+    stored = stored_in(tmp_path)
     drafter.save_pretrained(tmp_path / "saved")
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"config.json", "model.safetensors"}
     saved = load_file(tmp_path / "saved" / "model.safetensors")

@@ -1,32 +1,9 @@
-"""Tiny checkpoints of the families whose MTP head transformers drops: the target as transformers saves it, and the
-head under the names that its publisher releases."""
+"""The tensors of the MTP heads that transformers drops, by the names and in the shapes that publishers release, and
+what computes them entry by entry."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from safetensors.torch import load_file, save_file
-
-from . import families
-from .oracle_dropped_mtp import (
-    NaiveErnie,
-    NaiveHead,
-    NaiveLongcat,
-    NaiveNemotronH,
-    NaiveQwen,
-    NaiveQwenMoe,
-)
-
-
-def nemotron_h(**fields: Any):
-    target = families.nemotron_h()
-    config = type(target.config).from_dict({**target.config.to_dict(), "num_nextn_predict_layers": 1, **fields})
-    return type(target)(config)
+from .oracle_dropped_mtp import NaiveErnie, NaiveLongcat, NaiveNemotronH, NaiveQwen, NaiveQwenMoe
 
 
 def grouped_shapes(c, gated: bool) -> dict[str, tuple[int, ...]]:
@@ -122,55 +99,12 @@ def nemotron_shapes(c):
     return found
 
 
-class Family(NamedTuple):
-    target: Callable[[], Any]
-    shapes: Callable[[Any], dict[str, tuple[int, ...]]]  # of its head, by its publisher's names
-    oracle: type[NaiveHead]
-
-    def tensors(self, config: Any, seed: int = 0) -> dict[str, torch.Tensor]:
-        """Values large enough that a term left out is seen."""
-        generator, tensors = torch.Generator().manual_seed(seed), {}
-        for name, shape in self.shapes(config).items():
-            values = torch.randn(shape, generator=generator)
-            if name.endswith("bias"):
-                values = 0.2 * values
-            elif len(shape) == 1:
-                values = 1 - self.oracle.centre + 0.3 * values
-            else:
-                values = values * 1.5 / math.sqrt(shape[1])
-            tensors[name] = values
-        return tensors
-
-    def checkpoint(self, folder: Path, **saving: Any) -> Path:
-        """Write target and head to a folder, in one file or, with a `max_shard_size`, in several."""
-        torch.manual_seed(0)
-        target = self.target().eval()
-        trunk = target.get_decoder()
-        with torch.no_grad():  # a norm of ones before another would change nothing
-            (trunk.norm_f if hasattr(trunk, "norm_f") else trunk.norm).weight.add_(0.3 * torch.randn(64))
-        target.save_pretrained(folder, **saving)
-        return add(folder, self.tensors(target.config.get_text_config(decoder=True)))
-
-
-def add(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """Add tensors to a checkpoint, in a file of their own where it has several."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        one = folder / "model.safetensors"
-        save_file({**load_file(one), **tensors}, one, metadata={"format": "pt"})
-        return folder
-    fields = json.loads(index.read_text())
-    fields["weight_map"] |= dict.fromkeys(tensors, "mtp.safetensors")
-    save_file(tensors, folder / "mtp.safetensors", metadata={"format": "pt"})
-    index.write_text(json.dumps(fields))
-    return folder
-
-
-FAMILIES = {
-    "qwen3_next": Family(families.qwen3_next, qwen_shapes, NaiveQwenMoe),
-    "qwen3_5_text": Family(families.qwen3_5, qwen_shapes, NaiveQwen),
-    "qwen3_5_moe_text": Family(families.qwen3_5_moe, qwen_shapes, NaiveQwenMoe),
-    "ernie4_5_moe": Family(families.ernie4_5_moe, ernie_shapes, NaiveErnie),
-    "longcat_flash": Family(families.longcat_flash, longcat_shapes, NaiveLongcat),
-    "nemotron_h": Family(nemotron_h, nemotron_shapes, NaiveNemotronH),
+# By the `model_type` of the target's text configuration.
+PUBLISHED = {
+    "ernie4_5_moe": (ernie_shapes, NaiveErnie),
+    "longcat_flash": (longcat_shapes, NaiveLongcat),
+    "nemotron_h": (nemotron_shapes, NaiveNemotronH),
+    "qwen3_5_moe_text": (qwen_shapes, NaiveQwenMoe),
+    "qwen3_5_text": (qwen_shapes, NaiveQwen),
+    "qwen3_next": (qwen_shapes, NaiveQwenMoe),
 }

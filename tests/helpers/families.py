@@ -271,7 +271,9 @@ def minimax_m2() -> PreTrainedModel:
 
 
 def qwen3_5_moe() -> PreTrainedModel:
-    return made("qwen3_5_moe_text", **MOE, **DELTA_NET, num_hidden_layers=4, layer_types=[LINEAR, LINEAR, LINEAR, FULL])
+    return made(
+        "qwen3_5_moe_text", **MOE, **DELTA_NET, num_hidden_layers=4, layer_types=[LINEAR, LINEAR, LINEAR, FULL]
+    )
 
 
 def ernie4_5_moe() -> PreTrainedModel:

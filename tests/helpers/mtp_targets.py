@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from hf_hyperdflash import load_target
 
 from . import families
+from .dropped_mtp import PUBLISHED
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,12 +29,13 @@ class Carrier:
 
     Args:
         target: Makes the model.
-        heads: From the model's stored tensors the heads', by their publisher's names.
+        heads: From the model's stored tensors the heads', by their publisher's names; of those that transformers drops
+            the shapes are in `dropped_mtp`.
         count: How many heads there are.
     """
 
     target: Callable[[], PreTrainedModel]
-    heads: Callable[[Tensors, int, int], Tensors]
+    heads: Callable[[Tensors, int, int], Tensors] | None = None
     count: int = 1
 
 
@@ -96,6 +98,13 @@ def step3p7() -> PreTrainedModel:
     return transformers.Step3p7ForConditionalGeneration(config)
 
 
+def nemotron_h() -> PreTrainedModel:
+    """Whose experts work on a narrow latent, as those of Nemotron 3 Super."""
+    target = families.nemotron_h()
+    fields = target.config.to_dict() | {"num_nextn_predict_layers": 1, "moe_latent_size": 24}
+    return type(target)(type(target.config).from_dict(fields))
+
+
 EXPERTS = dict(intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, num_experts_per_tok=2)
 # A row for each row of `drafters.mtp.families.FAMILIES`.
 CARRIERS: dict[str, Carrier] = {
@@ -105,6 +114,12 @@ CARRIERS: dict[str, Carrier] = {
     "sarvam_mla": Carrier(sarvam_mla, behind_the_last),
     "sarvam_moe": Carrier(sarvam_moe, behind_the_last),
     "step3p5": Carrier(step3p7, behind_the_last, 3),
+    "ernie4_5_moe": Carrier(families.ernie4_5_moe),
+    "longcat_flash": Carrier(families.longcat_flash),
+    "nemotron_h": Carrier(nemotron_h),
+    "qwen3_5_moe_text": Carrier(families.qwen3_5_moe),
+    "qwen3_5_text": Carrier(families.qwen3_5),
+    "qwen3_next": Carrier(families.qwen3_next),
 }
 
 
@@ -129,14 +144,20 @@ def write(family: str, folder: Path) -> Path:
     carrier = CARRIERS[family]
     torch.manual_seed(0)
     target = carrier.target().eval()
+    own = target.get_decoder()
+    with torch.no_grad():  # a norm of ones before that of a head would change nothing
+        (own.norm if hasattr(own, "norm") else own.norm_f).weight.add_(0.3 * torch.randn(64))
     target.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    last = target.config.get_text_config().num_hidden_layers - 1
-    heads = at_random(carrier.heads(stored, last, carrier.count))
-    fields = json.loads((folder / "config.json").read_text())
-    text = fields.get("text_config", fields)
-    assert carrier.count in (text.get("num_nextn_predict_layers"), text.get("num_mtp_layers")), fields
+    config = target.config.get_text_config()
+    if carrier.heads is None:
+        heads = at_random({name: torch.ones(shape) for name, shape in PUBLISHED[family][0](config).items()})
+    else:
+        heads = at_random(carrier.heads(stored, config.num_hidden_layers - 1, carrier.count))
+        fields = json.loads((folder / "config.json").read_text())
+        text = fields.get("text_config", fields)
+        assert carrier.count in (text.get("num_nextn_predict_layers"), text.get("num_mtp_layers")), fields
     names, own = sorted(stored), sorted(heads)
     half = len(own) // 2
     shards = [names[::2], [*names[1::2], *own[:half]], own[half:]]

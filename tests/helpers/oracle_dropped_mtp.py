@@ -1,10 +1,10 @@
 """MTP heads of families whose tensors transformers drops, an entry at a time and in float64, from the tensors that
 their publishers release and nothing else.
 
-Read for what is written out here: NVIDIA's NeMo Automodel (`nemotron_v3/mtp.py`, `qwen3_5/model.py`), Baidu's FastDeploy
-(`ernie4_5_mtp.py`), Meituan's head in SGLang (`longcat_flash_nextn.py`), and vLLM's `*_mtp.py` beside each. All heads
-read the target's state after its final norm, and hand on what they norm for the LM head. ERNIE's has no norm for that
-and takes the target's, as FastDeploy does; vLLM's leaves it out.
+Read for what is written out here: NVIDIA's NeMo Automodel (`nemotron_v3/mtp.py`, `qwen3_5/model.py`), Baidu's
+FastDeploy (`ernie4_5_mtp.py`), Meituan's head in SGLang (`longcat_flash_nextn.py`), and vLLM's `*_mtp.py` beside each.
+All heads read the target's state after its final norm, and hand on what they norm for the LM head. ERNIE's has no norm
+for that and takes the target's, as in FastDeploy; vLLM leaves it out.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ class NaiveHead:
         bias = self.w.get(f"{name}.bias")
         return self.w[f"{name}.weight"] @ x + (0.0 if bias is None else bias)
 
-    def said(self, residual, ids, drafts):
-        """Logits of each of `drafts`, `[drafts, vocab_size]`.
+    def logits(self, states, ids, path):
+        """The logits after each token of a path that follows a text, `[1 + tokens, vocabulary]`.
 
         Args:
-            residual: The target's, before its final norm, `[seq, hidden_size]`.
-            ids: The tokens, `seq + 1` of them.
-            drafts: The tokens that are drafted.
+            states: The target's, after its final norm, of the text without its last token, `[seq, hidden_size]`.
+            ids: The text.
+            path: The tokens.
         """
-        self.seen, logits = [], []
-        for position, (state, token) in enumerate(zip(residual.double(), ids[1:])):
-            state = self.entry(self.norm(state, self.final), token, position)
-        for step, token in enumerate(drafts):
-            logits.append(self.head @ state)
-            state = self.entry(state, token, len(residual) + step)
-        return torch.stack(logits)
+        self.seen, made = [], []
+        for position, (state, token) in enumerate(zip(states.double(), ids[1:])):
+            state = self.entry(state, token, position)
+        for step, token in enumerate(path):
+            made.append(self.head @ state)
+            state = self.entry(state, token, len(states) + step)
+        return torch.stack([*made, self.head @ state])
 
     def entry(self, state, token, position):
         """What an entry hands on: to the LM head, and in place of the target's state to the next entry."""
@@ -108,10 +108,6 @@ class NaiveHead:
         """Queries, and what each head's output is multiplied with."""
         return queries, None
 
-    def visible(self, x, position):
-        """Which entries each head of keys sees."""
-        return [range(len(self.seen))] * self.config.num_key_value_heads
-
     def attention(self, x, position):
         config, dim = self.config, self.head_dim
         queries, gates = self.gates(self.linear(x, self.attn + "q_proj").view(config.num_attention_heads, -1))
@@ -119,13 +115,13 @@ class NaiveHead:
         values = self.linear(x, self.attn + "v_proj").view(-1, dim)
         keys = torch.stack([self.rotated(self.head_norm(key, "k_norm"), position) for key in keys])
         self.seen.append((keys, values))
-        sees, heads = self.visible(x, position), []
+        heads = []
         for i, query in enumerate(queries):
             query = self.rotated(self.head_norm(query, "q_norm"), position)
             group = i * config.num_key_value_heads // config.num_attention_heads
-            scores = torch.stack([query @ self.seen[at][0][group] / math.sqrt(dim) for at in sees[group]])
+            scores = torch.stack([query @ keys[group] / math.sqrt(dim) for keys, _ in self.seen])
             weights = torch.softmax(scores, dim=0)
-            heads.append(sum(weight * self.seen[at][1][group] for weight, at in zip(weights, sees[group])))
+            heads.append(sum(weight * values[group] for weight, (_, values) in zip(weights, self.seen)))
         out = torch.cat(heads)
         return self.linear(out if gates is None else out * torch.sigmoid(gates.flatten()), self.attn + "o_proj")
 

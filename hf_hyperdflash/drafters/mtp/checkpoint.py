@@ -52,7 +52,7 @@ class HeadTensors(CheckpointTensors):
 
 
 def carries_heads(fields: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of a target of a family with MTP heads, also of one that [`heads_in`] refuses."""
+    """Return whether a config.json is of a target of a family with MTP heads, even if [`heads_in`] refuses it."""
     text = fields.get("text_config")
     kinds = fields.get("model_type"), text.get("model_type") if isinstance(text, dict) else None
     return not (FAMILIES | REFUSED).keys().isdisjoint(kinds)
@@ -95,8 +95,8 @@ def heads_in(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[HubOptio
 
 
 def is_done(rule: Any, stored: Iterable[str]) -> bool:
-    """Return whether a checkpoint stores what one of transformers' rules would make, as Qwen3.6 does, where the experts
-    of a layer are one tensor."""
+    """Return whether a checkpoint stores what one of transformers' rules would make. Qwen3.6 stores the experts of a
+    layer as one tensor, and Qwen3.5 each."""
     made = rule.target_patterns if isinstance(rule, WeightConverter) else ()
     return any(re.search(pattern, name) for pattern in made for name in stored)
 

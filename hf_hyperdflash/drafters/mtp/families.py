@@ -102,8 +102,8 @@ _APART = {
     "mtp.norm.": "norm.",
     "mtp.layers.0.": "layers.0.",
 }
-# Names of ERNIE 4.5: each part of the head in a list of its own. Its norm is the target's final one, of which a drafter
-# has a copy.
+# Names of ERNIE 4.5: each part of the head in a list of its own. Its norm is the target's final one, and a drafter has
+# a copy of that.
 _ERNIE = {
     "mtp_emb_norm.0.": "enorm.",
     "mtp_hidden_norm.0.": "hnorm.",
@@ -256,8 +256,8 @@ FAMILIES: dict[str, MTPFamily] = {
 }
 # Families whose checkpoints have such tensors, too, but whose drafts would not be their publishers', and why.
 REFUSED = {
-    "mimo_v2_flash": "programs differ in whether its heads read the target's states before or after the final norm "
-    "(SGLang's, which its publisher helped to write, and vLLM's), and in whether the heads are run one after the other",
-    "minimax_m3_vl_text": "its head sees blocks of entries that an indexer chooses by their place in the text, and "
-    "which a draft tree and a batch do not have",
+    "mimo_v2_flash": "SGLang gives its heads the target's states before the final norm and vLLM those after it, and "
+    "which of them they were trained with is not published",
+    "minimax_m3_vl_text": "its attention sees blocks of tokens that an indexer chooses, and only full and sliding "
+    "attention is drafted with here",
 }

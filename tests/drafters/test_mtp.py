@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import LogitsProcessorList
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel

@@ -4,11 +4,10 @@ beside their publishers' definition, written out entry by entry."""
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import LogitsProcessorList
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel

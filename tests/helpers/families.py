@@ -294,8 +294,9 @@ def longcat_flash() -> PreTrainedModel:
 
 
 FAMILIES = [
-    deepseek_v3, kimi_k25, glm4_moe, minimax_m2, deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm5_next, qwen3, qwen3_next, qwen3_5, qwen3_5_moe, llama, mistral, gemma2,
-    gemma3, gemma4, gpt_oss, granite_hybrid, bamba, falcon_h1, nemotron_h,
+    deepseek_v3, deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm4_moe, glm5_next, kimi_k25, minimax_m2, qwen3,
+    qwen3_next, qwen3_5, qwen3_5_moe, llama, mistral, gemma2, gemma3, gemma4, gpt_oss, granite_hybrid, bamba,
+    falcon_h1, nemotron_h,
 ]  # fmt: skip
 # As Qwen3 to everything but the mask of a draft tree.
 ALSO_MASKED = [qwen2, qwen3_moe, ernie4_5_moe, longcat_flash]

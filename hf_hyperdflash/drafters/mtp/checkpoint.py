@@ -88,8 +88,8 @@ def heads_in(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[HubOptio
     if family is None or not family.heads(own):
         why = f"is a {own.model_type} model" if family is None else "says in its config.json that it has none"
         raise ValueError(
-            f"{name} {why}, expected a target with MTP heads ({', '.join(FAMILIES)}). `hf-hyperdflash drafters {name}` "
-            "lists other drafters for it."
+            f"{name} {why}, expected a target with MTP heads ({', '.join(FAMILIES)}). "
+            f"`hf-hyperdflash drafters {name}` lists other drafters for it."
         )
     return config, HeadTensors(name, own, hub_kwargs)
 

@@ -54,8 +54,8 @@ class MTPConfig(WithCode, PreTrainedConfig):
         kind = self.target_config.get("model_type")
         if kind not in FAMILIES:
             raise ValueError(
-                f"The config.json of {self.target_name_or_path or 'the target'} is of a {kind} model, expected one with "
-                f"MTP heads: {', '.join(FAMILIES)}."
+                f"The config.json of {self.target_name_or_path or 'the target'} is of a {kind} model, expected one "
+                f"with MTP heads: {', '.join(FAMILIES)}."
             )
         own = self.of_target()
         heads = self.family.heads(own)

@@ -221,10 +221,10 @@ _QWEN = MTPFamily(
     ),
 )
 # A row per family, by the `model_type` of the target's text configuration. To add one: what its checkpoints call the
-# parts of a head (`names`), where its decoder layers differ from the target's last one a `layer_config`, and any other
-# field that differs; a tiny target in `tests/helpers/mtp_targets.py`, whose test compares the drafts with transformers'
-# own loop, or with the publisher's forward where transformers has none. A target whose checkpoint has no such tensors
-# is refused by name before weights are read.
+# parts of a head (`names`), a `layer_config` where transformers' `get_mtp_config` does not have it, and each field that
+# differs; and a tiny target in `tests/helpers/mtp_targets.py`, whose tests compare the drafts with transformers' own
+# heads, or with the publisher's forward where it has none. A target whose checkpoint has no such tensors is refused by
+# name before weights are read.
 FAMILIES: dict[str, MTPFamily] = {
     "deepseek_v3": MTPFamily(_DEEPSEEK),  # Kimi-K2 and the text part of Kimi-K2.5, too
     "ernie4_5_moe": MTPFamily(

@@ -221,7 +221,7 @@ _QWEN = MTPFamily(
     ),
 )
 # A row per family, by the `model_type` of the target's text configuration. To add one: what its checkpoints call the
-# parts of a head (`names`), a `layer_config` where transformers' `get_mtp_config` does not have it, and each field that
+# parts of a head (`names`), a `layer_config` where transformers' `get_mtp_config` does not have it, and what else
 # differs; and a tiny target in `tests/helpers/mtp_targets.py`, whose tests compare the drafts with transformers' own
 # heads, or with the publisher's forward where it has none. A target whose checkpoint has no such tensors is refused by
 # name before weights are read.

@@ -60,11 +60,12 @@ def test_experts_may_be_stacked(tmp_path):
 
 def configured(folder, model_type, **fields):
     """A folder with the configuration of a family's tiny target, or its default one, and no weights."""
-    config = CARRIERS[model_type].target().config if model_type in CARRIERS else CONFIG_MAPPING[model_type]()
+    made = CARRIERS.get(model_type)
+    config = CONFIG_MAPPING[model_type]() if made is None else made.target().config.get_text_config()
     config.save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    names = PUBLISHED[model_type][0](config) if model_type in CARRIERS else ()
+    names = () if made is None else PUBLISHED[model_type][0](config)
     index = {"weight_map": dict.fromkeys(names, "absent")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder

@@ -98,6 +98,12 @@ def step3p7() -> PreTrainedModel:
     return transformers.Step3p7ForConditionalGeneration(config)
 
 
+def qwen3_5() -> PreTrainedModel:
+    """With an encoder of images, as all that are released."""
+    config = transformers.Qwen3_5Config(text_config=families.qwen3_5().config, vision_config=families.VISION)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
 def nemotron_h() -> PreTrainedModel:
     """Whose experts work on a narrow latent, as those of Nemotron 3 Super."""
     target = families.nemotron_h()
@@ -118,7 +124,7 @@ CARRIERS: dict[str, Carrier] = {
     "longcat_flash": Carrier(families.longcat_flash),
     "nemotron_h": Carrier(nemotron_h),
     "qwen3_5_moe_text": Carrier(families.qwen3_5_moe),
-    "qwen3_5_text": Carrier(families.qwen3_5),
+    "qwen3_5_text": Carrier(qwen3_5),
     "qwen3_next": Carrier(families.qwen3_next),
 }
 

@@ -324,6 +324,8 @@ class MTPDrafter(UnrolledDrafter):
             return None
         rope = getattr(self.layer_config, "rope_parameters", None) or {}
         by_kind = {"layer_type": kind} if isinstance(rope.get(kind), Mapping) else {}
+        if hasattr(self.rotary_emb, "mrope_section"):  # of images there are three axes, which are one for text
+            positions = positions.expand(3, -1, -1)
         return self.rotary_emb(like, position_ids=positions, **by_kind)
 
     def drafted_logits(self, target: Target, normed: torch.Tensor) -> torch.Tensor:

@@ -159,9 +159,18 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
             step; with `levels` the states for the LM head.
         """
         if levels:
-            return HeadOutput(
-                run_levels(self, residual, cast(torch.Tensor, position_ids), next_embeds, **levels)
-            )
+            return HeadOutput(run_levels(self, residual, cast(torch.Tensor, position_ids), next_embeds, **levels))
+        return self._streams(residual, next_embeds, position_ids, context, attention_mask, rotary)
+
+    def _streams(
+        self,
+        residual: torch.Tensor,
+        next_embeds: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        context: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
+    ) -> torch.Tensor:
         dtype = self.e_proj.weight.dtype
         residual, next_embeds = residual.to(dtype), next_embeds.to(dtype)
         if rotary is None:
@@ -218,9 +227,10 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
     ) -> torch.Tensor:
         """Run the block over entries that see some of all keys, as of [`~drafters.unrolled.drafter.UnrolledDrafter.
         run`]; return streams `[batch, entries, 1, config.hc_mult, config.hidden_size]`."""
-        known: Any = LayerCache(keys_values[0], 0, self.config.sliding_window)
+        known = LayerCache(keys_values[0], 0, self.config.sliding_window)
         visible = attention_mask_for("eager", known.visible(mask), condition.dtype)
-        return self(condition, embeds, positions, known, cast(torch.Tensor, visible)).unsqueeze(2)
+        # Not by a call of the module, which a trainer has wrapped: autocast would stay on after a call within a call.
+        return self._streams(condition, embeds, positions, known, cast(torch.Tensor, visible)).unsqueeze(2)
 
     # Drafting
 

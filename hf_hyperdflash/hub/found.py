@@ -137,8 +137,8 @@ def check_drafter(
         raise ValueError(f"{name} is {_no_drafter(fields, name)}")
     if found.layout:
         check_not_quantized(fields, str(name), name)
-    is_known = found.kind in kinds and not found.is_targets_own
-    if kinds and not (is_known and (or_others or found.layout is None)):
+    is_known = found.kind in kinds
+    if kinds and not (is_known and not found.is_targets_own and (or_others or found.layout is None)):
         known = [str(kind) for kind in KINDS if kind in kinds]
         listed = ", ".join(known[:-1]) + " or " * (len(known) > 1) + known[-1]
         step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_known else ""

@@ -140,6 +140,7 @@ KINDS = (
         config_path="drafters.deepseek_v4.configuration.DeepseekV4MTPConfig",
         drafts="as many tokens as are asked for (3 if not said), a pass for each",
         sentences=("It is DeepSeek-V4's own multi-token-prediction block, on the target's pre-collapse residual.",),
+        trains=True,
         why_not_served="is read from its target's checkpoint, which {engine} drafts with by itself",
     ),
     DrafterKind(

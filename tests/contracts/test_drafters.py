@@ -113,7 +113,7 @@ MORE = {
 }  # fmt: skip
 WITHOUT_WEIGHTS = {"prompt lookup"}
 SAVED = sorted(KINDS.keys() - WITHOUT_WEIGHTS)
-TRAINED = sorted(KINDS.keys() - WITHOUT_WEIGHTS - {"medusa", "v4 mtp"})
+TRAINED = sorted(KINDS.keys() - WITHOUT_WEIGHTS - {"medusa"})
 WAYS = [{}, {"tree_budget": 7}, {"num_assistant_tokens": "auto"}, {"tree_budget": "auto"}, {"num_assistant_tokens": 2}]
 KNOWN, ALL = 64, 72  # tokens of a target, and of a fine-tuned one
 

@@ -26,6 +26,7 @@ from ..parts.context import DraftContext
 from ..parts.layers import ContextLayer, KeysValues
 from ..reading import HiddenStateDrafter
 from ..unrolled.drafter import UnrolledDrafter, entry_mask
+from ..unrolled.layer_cache import LayerCache
 from ..weights import (
     check_finite,
     check_names,
@@ -298,7 +299,8 @@ class MTPDrafter(UnrolledDrafter):
         hidden = head.eh_proj(torch.cat(parts[::-1] if self.config.family.state_first else parts, dim=-1))
         for index, layer in enumerate(head.layers, number * len(head.layers)):
             kind, window = self._span(index)
-            cache = _LayerCache(known, number, window)
+            # A layer of experts alone takes none of them.
+            cache = LayerCache(lambda keys, values: next(known)(keys, values), number, window)
             visible = mask if mask is None else cache.visible(mask)
             if visible is not None:
                 visible = cast(Any, attention_mask_for(self.layer_config._attn_implementation, visible, hidden.dtype))
@@ -379,37 +381,3 @@ class MTPDrafter(UnrolledDrafter):
         if self.config.num_heads > 1:
             return f" It has {self.config.num_heads} heads."
         return " Its head is repeated: load it with a larger `max_blocks`."
-
-
-class _LayerCache:
-    """Takes the place of a cache of transformers in a layer's attention.
-
-    Args:
-        known: Of it the next one adds keys and values to those before; a layer of experts alone has none.
-        first: How many of a text's first entries do not count, of which each token sees its own.
-        window: How many tokens a token sees, itself included; `None` for all.
-    """
-
-    def __init__(self, known: Iterator[ContextLayer], first: int, window: int | None) -> None:
-        self._known, self._first, self._window, self._sees_all = known, first, window, True
-
-    def visible(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return which keys are seen of those that a mask has. Those of one path are in the order of the text."""
-        self._sees_all = False
-        if not self._first and self._window is None:
-            return mask
-        rank = mask.long().cumsum(-1)
-        total = rank[..., -1:]
-        seen = rank > (total - 1).clamp(max=self._first)
-        return mask & (seen if self._window is None else seen & (total - rank < self._window))
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values, and return those that are seen."""
-        keys, values = next(self._known)(key_states, value_states)
-        if not self._sees_all:
-            return keys, values
-        count = keys.shape[2]
-        first = max(min(self._first, count - 1), 0 if self._window is None else count - self._window)
-        return keys[:, :, first:], values[:, :, first:]

@@ -324,11 +324,11 @@ class UnrolledObjective(BlockObjective):
             read = self.drafter.read(self.target, batch["residual"][:, :, self.streams_read])
         return drafter(
             read,
-            batch["position_ids"],
-            following,
-            (anchors - 1).clamp(min=0),
-            later,
-            (first.diff() - 1).tolist(),
+            position_ids=batch["position_ids"],
+            next_embeds=following,
+            entries=(anchors - 1).clamp(min=0),
+            later_embeds=later,
+            slots=(first.diff() - 1).tolist(),
             head=self.lm_head,
         )
 

@@ -17,7 +17,7 @@ from hf_hyperdflash.drafters.mtp.families import FAMILIES
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 
-from ..conftest import prompt
+from ..conftest import mostly_nightly, prompt
 from ..helpers.dropped_mtp import PUBLISHED
 from ..helpers.mtp_targets import CARRIERS, loaded
 
@@ -103,7 +103,7 @@ def request_for(target, drafter, ids, count, budget=None, do_sample=False):
 
 
 @pytest.mark.parametrize("budget", [None, 9])
-@pytest.mark.parametrize("length", [2, 3, 4, 17, 40])
+@pytest.mark.parametrize("length", mostly_nightly([17, 2, 3, 4, 40], kept=2))
 def test_drafts_are_those_of_transformers_own_heads_or_their_publishers(pair, length, budget, tmp_path):
     """Each draft, and the distribution that it is drawn from, after the path before it."""
     target, drafter = pair

@@ -46,7 +46,7 @@ class HeadTensors(CheckpointTensors):
 
     def none_found(self) -> str:
         return (
-            f"{self.name} has no tensors of MTP heads, expected those that its config.json counts. transformers' "
+            f"{self.name} has no tensors of MTP heads, expected those of a {self.config.model_type}'s. transformers' "
             "`save_pretrained` drops them: pass the path or Hub id of the original checkpoint."
         )
 

@@ -50,7 +50,8 @@ def calibrate(
     from ..training.data.encoding import encode_prompts
     from ..training.data.rows import load_rows
 
-    kind = loading.check_drafter(str(drafter), kinds=TRAINED).kind
+    kinds = [kind for kind in TRAINED if not kind.name.startswith("MTP")]  # which is its publisher's, as it is
+    kind = loading.check_drafter(str(drafter), kinds=kinds).kind
     calibration.check_confidence(kind.config.from_pretrained(drafter))
     if output is not None:
         import_matplotlib()

@@ -31,6 +31,7 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
 
     config: Any
     target_model_type = ""  # of a kind whose configuration does not say it
+    carries_code = True  # whether it is saved with code; a kind in its publisher's layout is not
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -114,6 +115,7 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
         if folder.is_file():  # where transformers logs an error and saves nothing
             raise OSError(f"{save_directory} is a file, expected a folder for the drafter: choose another name.")
         push_options = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
+        with_code = with_code and self.carries_code
         code = self.carried_code() if with_code else {}
         self.config.hyperdflash_version = __version__
         self.config._auto_class = None  # as of `WithCode`, which a drafter of somebody else's may not have

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from transformers import DeepseekV4Config, PreTrainedConfig
 
 from ..drafters.deepseek_v4.drafter import own_checkpoint
+from ..drafters.mtp.checkpoint import carries_heads, heads_in
 from ..drafters.weights import HubOptions, check_source, tensor_names, weight_files
 from .kinds import KINDS, DrafterKind, kind_in, named
 from .layouts.table import Layout
@@ -41,12 +42,12 @@ class Found:
     kind: DrafterKind
     fields: dict[str, Any]  # its config.json, or that of its target
     layout: Layout | None = None  # how that is read, if another program wrote it
-    is_targets_own: bool = False  # whether it is in the checkpoint of its target, a DeepSeek-V4
+    is_targets_own: bool = False  # whether it is in the checkpoint of its target
     hub_kwargs: HubOptions = field(default_factory=HubOptions)  # where on the Hub it is
 
     def __str__(self) -> str:
         if self.is_targets_own:
-            return "a DeepSeek-V4 with a drafter of its own"
+            return "a target with a drafter of its own"
         return "a drafter in another program's layout" if self.layout else str(self.kind)
 
     @cached_property
@@ -127,12 +128,17 @@ def check_drafter(
             own = own_checkpoint(name, **hub_kwargs).drafter  # says what it has not
         kind = next(kind for kind in KINDS if kind.class_name == own)
         found = Found(name, kind, fields, is_targets_own=True, hub_kwargs=hub_kwargs)
+    elif found is None and carries_heads(fields):
+        with readable(name):
+            heads_in(name, **hub_kwargs)  # says what it has not
+        kind = next(kind for kind in KINDS if kind.class_name == "MTPDrafter")
+        found = Found(name, kind, fields, is_targets_own=True, hub_kwargs=hub_kwargs)
     if found is None:
         raise ValueError(f"{name} is {_no_drafter(fields, name)}")
     if found.layout:
         check_not_quantized(fields, str(name), name)
-    is_known = found.kind in kinds and not found.is_targets_own
-    if kinds and not (is_known and (or_others or found.layout is None)):
+    is_known = found.kind in kinds
+    if kinds and not (is_known and not found.is_targets_own and (or_others or found.layout is None)):
         known = [str(kind) for kind in KINDS if kind in kinds]
         listed = ", ".join(known[:-1]) + " or " * (len(known) > 1) + known[-1]
         step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_known else ""

@@ -140,6 +140,21 @@ KINDS = (
         config_path="drafters.deepseek_v4.configuration.DeepseekV4MTPConfig",
         drafts="as many tokens as are asked for (3 if not said), a pass for each",
         sentences=("It is DeepSeek-V4's own multi-token-prediction block, on the target's pre-collapse residual.",),
+        trains=True,
+        why_not_served="is read from its target's checkpoint, which {engine} drafts with by itself",
+    ),
+    DrafterKind(
+        name="MTP head",
+        article="an",
+        model_type="mtp_heads",
+        drafter_path="drafters.mtp.modeling_mtp.MTPDrafter",
+        config_path="drafters.mtp.configuration.MTPConfig",
+        drafts="up to {of.max_draft_tokens} tokens, a pass for each",
+        sentences=(
+            "It is the multi-token-prediction heads of its target's own checkpoint, {of.num_heads} in number, on the "
+            "state after the target's final norm.",
+        ),
+        trains=True,
         why_not_served="is read from its target's checkpoint, which {engine} drafts with by itself",
     ),
     DrafterKind(

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, load_drafter
+from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, MTPConfig, MTPDrafter, load_drafter
 from hf_hyperdflash.decoding.request import Pair
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.without_weights.prompt_lookup import PromptLookupDrafter
@@ -22,7 +22,7 @@ from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import mostly_nightly, prompt, tiny_config, tiny_drafter, tiny_target
 from ..fuzz_trees import padded_on_the_left
-from ..helpers import families
+from ..helpers import families, mtp_targets
 from ..helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, mtp_shapes, random_tensors, write
 from ..helpers.headed_drafters import headed
 from ..helpers.loops import in_transformers_loop
@@ -40,6 +40,16 @@ def of_checkpoint(kind, shapes, **fields):
         config = tiny_config(**fields)
         drafter = kind.from_target(write(folder, config, random_tensors(shapes(config))), dtype=torch.float32)
         return tiny_target(), drafter
+
+    return made
+
+
+def of_own_checkpoint(family):
+    """A target of a family of `tests.helpers.mtp_targets`, and the heads that its checkpoint has."""
+
+    def made(folder):
+        target = mtp_targets.loaded(family, folder / "target")
+        return target, load_drafter(folder / "target", target=target)
 
     return made
 
@@ -71,6 +81,7 @@ KINDS = {
     "medusa": of_family(families.qwen3, lambda _: medusa()),
     "v4 dspark": of_checkpoint(DeepseekV4DSparkDrafter, dspark_shapes, **dspark_fields()),
     "v4 mtp": of_checkpoint(DeepseekV4MTPDrafter, mtp_shapes),
+    "mtp head": of_own_checkpoint("deepseek_v3"),
     "prompt lookup": of_family(families.qwen3_next, PromptLookupDrafter),
 }
 # As KINDS, in what only drafting asks about: other targets, heads, gates, vocabularies, windows.
@@ -87,6 +98,11 @@ MORE = {
         lambda: tiny_target(layer_types=["sliding_attention"] * 2),
         lambda target: unrolled("specblock", target, block_size=3, reducer="hybrid", rank_head=False, **READ),
     ),
+    "mtp heads": of_own_checkpoint("step3p5"),
+    "mtp head beside linear attention": of_own_checkpoint("qwen3_next"),
+    "mtp head of two layers": of_own_checkpoint("nemotron_h"),
+    "mtp head of half a layer": of_own_checkpoint("longcat_flash"),
+    "mtp head with the target's norm": of_own_checkpoint("ernie4_5_moe"),
     "windows": of_family(
         without_padding,
         lambda target: tiny_drafter(
@@ -97,7 +113,7 @@ MORE = {
 }  # fmt: skip
 WITHOUT_WEIGHTS = {"prompt lookup"}
 SAVED = sorted(KINDS.keys() - WITHOUT_WEIGHTS)
-TRAINED = sorted(KINDS.keys() - WITHOUT_WEIGHTS - {"medusa", "v4 mtp"})
+TRAINED = sorted(KINDS.keys() - WITHOUT_WEIGHTS - {"medusa"})
 WAYS = [{}, {"tree_budget": 7}, {"num_assistant_tokens": "auto"}, {"tree_budget": "auto"}, {"num_assistant_tokens": 2}]
 KNOWN, ALL = 64, 72  # tokens of a target, and of a fine-tuned one
 
@@ -270,6 +286,9 @@ MORE_LAWS = {
     "selector": of_eight(families.llama, lambda target: headed(target, "selector", head_candidates=3, **READ)),
     "medusa": of_eight(families.qwen3, lambda target: medusa(vocab_size=8)),
     "few tokens": of_eight(families.qwen3, lambda target: headed(target, "state", draft_vocab_size=5, **READ)),
+    "mtp head": of_eight(
+        families.deepseek_v3, lambda target: MTPDrafter(MTPConfig.from_target_config(target.config)).eval()
+    ),
     "v4 mtp": of_eight(lambda: tiny_target(vocab_size=8), lambda target: DeepseekV4MTPDrafter(target.config).eval()),
 }
 
@@ -288,7 +307,7 @@ def test_what_is_saved_drafts_alike(kind, tmp_path):
     target, drafter = (KINDS | MORE)[kind](tmp_path / "checkpoint")
     drafter.save_pretrained(tmp_path / "saved")
     data = {path.name for path in (tmp_path / "saved").iterdir() if path.is_file() and path.suffix != ".py"}
-    assert data == {"config.json", "model.safetensors", "README.md"}
+    assert data == {"config.json", "model.safetensors"} | ({"README.md"} if drafter.carries_code else set())
     again = load_drafter(tmp_path / "saved", target=target, dtype=torch.float32)
     assert type(again) is type(drafter)
     tensors = again.state_dict() | dict(again.named_buffers())  # of which RoPE's are never rounded

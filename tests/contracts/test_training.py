@@ -28,7 +28,7 @@ MADE = {name: KINDS[name] for name in TRAINED} | {
 }
 EACH_CHANGE = ["own vocabulary", "eagle3"]
 SOME = mostly_nightly([*EACH_CHANGE, *sorted(MADE.keys() - {*EACH_CHANGE})], kept=2)
-SEVERAL_FORWARDS = ("eagle3", "specblock")  # of the drafter in a step
+SEVERAL_FORWARDS = ("eagle3", "specblock", "mtp head", "v4 mtp")  # of the drafter in a step
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_it_learns_with_every_part_of_it_and_is_saved_whole(made, kind, tmp_path
         saved = load_drafter(folder, dtype=torch.float32)
         assert type(saved).__name__ == type(trainer.model).__name__
         assert all(torch.equal(value, after[name]) for name, value in saved.state_dict().items())
-        assert bool(list(folder.glob("*.py"))) == (folder == run)  # a checkpoint has no code
+        assert bool(list(folder.glob("*.py"))) == (folder == run and saved.carries_code)  # a checkpoint has none
     assert f"| loss | {trainer.args.recipe} |" in str(drafter_card(run)) and not list(run.rglob("tokenizer*"))
 
 
@@ -197,5 +197,6 @@ def test_files_have_the_umasks_mode(made, kind, tmp_path):
     finally:
         os.umask(old)
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {"generate.py", "optimizer.pt", "model.safetensors", "training.json"} <= {path.name for path in files}
+    code = {"generate.py"} if trainer.model.carries_code else set()
+    assert {"optimizer.pt", "model.safetensors", "training.json"} | code <= {path.name for path in files}
     assert {path.stat().st_mode & 0o777 for path in files} == {0o640}

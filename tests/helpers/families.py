@@ -239,14 +239,71 @@ def nemotron_h() -> PreTrainedModel:
     )  # fmt: skip
 
 
+def deepseek_v3() -> PreTrainedModel:
+    """Whose attention keeps one narrow latent; the first layer has no experts."""
+    return made(
+        "deepseek_v3", intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, num_key_value_heads=4,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16,
+        kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+    )  # fmt: skip
+
+
+def kimi_k25() -> PreTrainedModel:
+    """DeepSeek-V3 behind an encoder of images."""
+    text = deepseek_v3().config
+    vision = dict(num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2)
+    config = transformers.Kimi_K25Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    return transformers.Kimi_K25ForConditionalGeneration(config)
+
+
+def glm4_moe() -> PreTrainedModel:
+    return made(
+        "glm4_moe", intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, num_key_value_heads=2,
+        head_dim=16, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1, use_qk_norm=True,
+    )  # fmt: skip
+
+
+def minimax_m2() -> PreTrainedModel:
+    return made(
+        "minimax_m2", intermediate_size=16, num_hidden_layers=3, num_key_value_heads=2, head_dim=16,
+        num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+
+
+def qwen3_5_moe() -> PreTrainedModel:
+    return made(
+        "qwen3_5_moe_text", **MOE, **DELTA_NET, num_hidden_layers=4, layer_types=[LINEAR, LINEAR, LINEAR, FULL]
+    )
+
+
+def ernie4_5_moe() -> PreTrainedModel:
+    """With a layer without experts, and rotary positions of consecutive channels."""
+    return made(
+        "ernie4_5_moe", intermediate_size=48, num_hidden_layers=3, num_key_value_heads=2, moe_num_experts=4, moe_k=2,
+        moe_intermediate_size=16, moe_num_shared_experts=1, moe_layer_start_index=1, num_nextn_predict_layers=1,
+    )  # fmt: skip
+
+
+def longcat_flash() -> PreTrainedModel:
+    """Of whose layers each has two attentions, so that the cache has more layers than the model."""
+    return made(
+        "longcat_flash", num_layers=2, ffn_hidden_size=48, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, head_dim=8, v_head_dim=16, moe_topk=2, n_routed_experts=4, zero_expert_num=2,
+        expert_ffn_hidden_size=16,
+    )  # fmt: skip
+
+
 FAMILIES = [
-    deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm5_next, qwen3, qwen3_next, qwen3_5, llama, mistral, gemma2,
-    gemma3, gemma4, gpt_oss, granite_hybrid, bamba, falcon_h1, nemotron_h,
+    deepseek_v3, deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm4_moe, glm5_next, kimi_k25, minimax_m2, qwen3,
+    qwen3_next, qwen3_5, qwen3_5_moe, llama, mistral, gemma2, gemma3, gemma4, gpt_oss, granite_hybrid, bamba,
+    falcon_h1, nemotron_h,
 ]  # fmt: skip
 # As Qwen3 to everything but the mask of a draft tree.
-ALSO_MASKED = [qwen2, qwen3_moe]
+ALSO_MASKED = [qwen2, qwen3_moe, ernie4_5_moe, longcat_flash]
 # Whose draft trees are verified under a mask, DeepSeek-V4's apart; those of the others row by row, if at all.
-MASKED = [gemma2, gemma3, gemma4, gpt_oss, llama, mistral, qwen3, *ALSO_MASKED]
+MASKED = [
+    deepseek_v3, kimi_k25, glm4_moe, minimax_m2, gemma2, gemma3, gemma4, gpt_oss, llama, mistral, qwen3, *ALSO_MASKED,
+]  # fmt: skip
 # Earlier transformers keep the positions of Qwen4-Exp's indexer beside the cache's layers, where nothing rewinds them.
 _indexed = DYNAMIC_LAYER_TYPE_MAPPING.get("indexed_attention")
 REWINDABLE_QWEN4 = hasattr(_indexed and _indexed(), "indexer_position_ids")

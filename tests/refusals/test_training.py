@@ -24,7 +24,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments, PromptLookupDrafter
+from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, PromptLookupDrafter
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.training.acceptance import AcceptanceCallback, measure_acceptance
 from hf_hyperdflash.training.data.encoding import encode_chat, encode_prompts
@@ -37,6 +37,7 @@ from hf_hyperdflash.training.trials import Local
 
 from ..conftest import MODELS, prompt, tiny_drafter, tiny_target
 from ..helpers.chats import CALL, LINES, WORDY, chat, templated
+from ..helpers.medusa import medusa
 from ..helpers.refusals import Refusal
 from ..helpers.tokenizers import JoiningPieces
 from ..helpers.training import packed_rows, rows, trainer_for
@@ -517,7 +518,7 @@ CALLS = {
         ("max_bytes", 0, "0"), ("seed", "1", "1"), ("learning_rate", 0, "0"), ("learning_rate", math.inf, "inf"),
         ("arm", "all", "arms"))},
     "a drafter that cannot learn": Refusal(
-        lambda at: DeepseekV4MTPDrafter(at.target.config).adapt(at.target), ("DeepseekV4MTPDrafter", "cannot learn")),
+        lambda at: medusa(width=32).adapt(at.target), ("MedusaDrafter", "cannot learn")),
     "one without weights": Refusal(lambda at: PromptLookupDrafter(at.target).adapt(at.target), ("PromptLookup",)),
     "one of another target": Refusal(
         lambda at: tiny_drafter(tiny_target(hidden_size=48)).adapt(at.target), ("hidden_size",)),

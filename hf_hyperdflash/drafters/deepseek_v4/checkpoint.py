@@ -6,7 +6,8 @@ The releases of April have the MTP block there; those of July and the `-DSpark` 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,10 +27,11 @@ FP4_DTYPES = (torch.int8, getattr(torch, "float4_e2m1fn_x2", torch.int8))
 _FP4_BLOCK = (1, 32)
 
 
-class MTPCheckpoint:
-    """The `mtp.*` tensors of a checkpoint in safetensors, by DeepSeek's names.
+class CheckpointTensors:
+    """Some tensors of a checkpoint in safetensors, those of a target's own drafter.
 
-    Files are fetched when tensors are read, and only those with such tensors in them.
+    Files are fetched when tensors are read, and only those with such tensors in them. A subclass has [`own_name`] and
+    [`none_found`].
 
     Args:
         name: Path or Hub id.
@@ -38,45 +40,37 @@ class MTPCheckpoint:
 
     Raises:
         ValueError: If there are no such tensors.
+
+    Attributes:
+        weights: The name that the checkpoint has for each tensor, by the drafter's name for it.
     """
 
     def __init__(self, name: str, config: Any, hub_kwargs: HubOptions) -> None:
-        if not name:
-            raise ValueError(
-                "The target was not loaded from a checkpoint (`config._name_or_path` is empty), so there is none to "
-                "read the `mtp.*` tensors from. Pass a path or Hub id."
-            )
         self.name, self.config, self.hub_kwargs = name, config, hub_kwargs
         files = self._files()
-        self.scales = {name: file for name, file in files.items() if name.endswith(_SCALES)}
-        self.weights = {name: file for name, file in files.items() if name not in self.scales}
+        self._all = {own: stored for stored in files if (own := self.own_name(stored))}
+        if not self._all:
+            raise ValueError(self.none_found())
+        self._file_of = {own: files[stored] for own, stored in self._all.items()}
+        self.scales = {own: stored for own, stored in self._all.items() if own.endswith(_SCALES)}
+        self.weights = {own: stored for own, stored in self._all.items() if own not in self.scales}
 
-    @property
-    def blocks(self) -> int:
-        """The number of V4 blocks."""
-        return len({cast(re.Match, _OWN.match(name))[1] for name in self.weights})
+    def own_name(self, stored: str) -> str:
+        """Return the drafter's name of a stored tensor, and an empty string for one that is not the drafter's."""
+        raise NotImplementedError
 
-    @property
-    def drafter(self) -> str:
-        """The name of the drafter class that reads it."""
-        return "DeepseekV4DSparkDrafter" if "mtp.0.main_proj.weight" in self.weights else "DeepseekV4MTPDrafter"
+    def none_found(self) -> str:
+        """Return the message about a checkpoint without such tensors."""
+        raise NotImplementedError
 
     def _files(self) -> dict[str, str]:
         """Return the file that holds each tensor."""
         index = self._file(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
-            shards = indexed(Path(index))
-            files = {name: shard for name, shard in shards.items() if _OWN.match(name)}
-        else:
-            path = cast(str, self._file(SAFE_WEIGHTS_NAME, required=True))
-            with safe_open(path, "pt") as file:
-                files = {name: SAFE_WEIGHTS_NAME for name in file.keys() if _OWN.match(name)}
-        if not files:
-            raise ValueError(
-                f"{self.name} has no `mtp.*` tensors, expected those of DeepSeek-V4's own drafter. transformers' "
-                "`save_pretrained` drops them: pass the path or Hub id of the original checkpoint."
-            )
-        return files
+            return indexed(Path(index))
+        path = cast(str, self._file(SAFE_WEIGHTS_NAME, required=True))
+        with safe_open(path, "pt") as file:
+            return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
 
     def _file(self, file: str, required: bool = False) -> str | None:
         path = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False, **self.hub_kwargs)
@@ -85,18 +79,6 @@ class MTPCheckpoint:
                 f"{self.name} has no {file}, expected a checkpoint in safetensors. Pass the path or Hub id of one."
             )
         return path
-
-    def check_drafter(self, name: str) -> None:
-        """Check that the checkpoint is one for the drafter of that name.
-
-        Raises:
-            ValueError: If it is for another one.
-        """
-        if self.drafter != name:
-            raise ValueError(
-                f"{self.name} carries no {name}, but another drafter: call `{self.drafter}.from_target(...)`, or "
-                "`load_drafter(...)` for whichever a checkpoint has."
-            )
 
     def check_names(self, expected: Iterable[str]) -> None:
         """Raise a `ValueError` that names some tensors if the checkpoint does not hold exactly those `expected`."""
@@ -110,26 +92,75 @@ class MTPCheckpoint:
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and dequantized tensors, one at a time: V4-Flash's are 13 GB a block in bfloat16."""
-        files = sorted({*self.scales.values(), *self.weights.values()})
-        paths = {file: cast(str, self._file(file, required=True)) for file in files}
-        scales = {_stem(name): tensor for name, tensor in _read(self.scales, paths, device)}
+        read = self.readers(device)
+        for name in sorted(read, key=self._file_of.__getitem__):
+            yield name, read[name]()
+
+    def readers(self, device: torch.device) -> dict[str, Callable[[], torch.Tensor]]:
+        """Return for each name a function that reads its tensor, dequantized. All files are there then."""
+        paths = {file: cast(str, self._file(file, required=True)) for file in {*self._file_of.values()}}
         quantization = getattr(self.config, "quantization_config", None) or {}
         if not isinstance(quantization, dict):  # an object in a loaded target
             quantization = quantization.to_dict()
         rows, columns = quantization.get("weight_block_size") or (128, 128)  # that share a scale
-        for name, tensor in _read(self.weights, paths, device):
-            yield name, dequantize(tensor, scales.get(_stem(name)), (int(rows), int(columns)), name)
+        scales, opened = {_stem(own): own for own in self.scales}, cache(partial(safe_open, framework="pt"))
+
+        def stored(own: str) -> torch.Tensor:
+            file = opened(paths[self._file_of[own]], device=str(device))
+            return cast(torch.Tensor, file.get_tensor(self._all[own]))
+
+        def read(own: str) -> torch.Tensor:
+            scale = scales.get(_stem(own))
+            return dequantize(stored(own), None if scale is None else stored(scale), (int(rows), int(columns)), own)
+
+        return {own: partial(read, own) for own in self.weights}
+
+
+class MTPCheckpoint(CheckpointTensors):
+    """The `mtp.*` tensors of a DeepSeek-V4's checkpoint, by DeepSeek's names, as of [`CheckpointTensors`]."""
+
+    def __init__(self, name: str, config: Any, hub_kwargs: HubOptions) -> None:
+        if not name:
+            raise ValueError(
+                "The target was not loaded from a checkpoint (`config._name_or_path` is empty), so there is none to "
+                "read the `mtp.*` tensors from. Pass a path or Hub id."
+            )
+        super().__init__(name, config, hub_kwargs)
+
+    def own_name(self, stored: str) -> str:
+        return stored if _OWN.match(stored) else ""
+
+    def none_found(self) -> str:
+        return (
+            f"{self.name} has no `mtp.*` tensors, expected those of DeepSeek-V4's own drafter. transformers' "
+            "`save_pretrained` drops them: pass the path or Hub id of the original checkpoint."
+        )
+
+    @property
+    def blocks(self) -> int:
+        """The number of V4 blocks."""
+        return len({cast(re.Match, _OWN.match(name))[1] for name in self.weights})
+
+    @property
+    def drafter(self) -> str:
+        """The name of the drafter class that reads it."""
+        return "DeepseekV4DSparkDrafter" if "mtp.0.main_proj.weight" in self.weights else "DeepseekV4MTPDrafter"
+
+    def check_drafter(self, name: str) -> None:
+        """Check that the checkpoint is one for the drafter of that name.
+
+        Raises:
+            ValueError: If it is for another one.
+        """
+        if self.drafter != name:
+            raise ValueError(
+                f"{self.name} carries no {name}, but another drafter: call `{self.drafter}.from_target(...)`, or "
+                "`load_drafter(...)` for whichever a checkpoint has."
+            )
 
 
 def _stem(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _read(names: dict[str, str], paths: dict[str, str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    for shard, path in paths.items():
-        with safe_open(path, "pt", device=str(device)) as file:
-            for name in [name for name in names if names[name] == shard]:
-                yield name, file.get_tensor(name)
 
 
 def dequantize(

@@ -62,6 +62,17 @@ class DeepseekV4MTPConfig(BlocksConfig):
 
     hyperdflash_version: str = ""
 
+    # What other drafters of entries have; it is trained for that many drafts one after the other.
+    block_size, max_blocks = 1, 3
+    draft_vocab_size = head_candidates = 0
+    sequential_head, target_layer_ids = "none", [-1]
+    own_embedding = confidence_head = False
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """How many tokens one round drafts one after the other in training; in generation any number."""
+        return self.max_blocks
+
     @classmethod
     def get_config_dict(
         cls, pretrained_model_name_or_path: Any, **kwargs: Any

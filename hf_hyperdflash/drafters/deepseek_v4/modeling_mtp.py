@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,10 +18,15 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from ...targets.caches.name import CACHE
-from ...targets.target import Target
+from ...targets.target import Target, attention_mask_for
 from ...trees.growth import DraftStep
 from ...trees.tree import DraftTree
+from ..parts.heads import HeadOutput
+from ..parts.layers import ContextLayer
+from ..reading import HiddenStateDrafter
 from ..sampling import DraftRequest, draft_batch, draft_known
+from ..unrolled.drafter import entry_mask, run_levels
+from ..unrolled.layer_cache import LayerCache
 from .configuration import DeepseekV4MTPConfig
 from .drafter import DeepseekV4Drafter, Rotary
 
@@ -131,7 +136,9 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         context: MTPContext | None = None,
         attention_mask: torch.Tensor | None = None,
         rotary: Rotary | None = None,
-    ) -> torch.Tensor:
+        head: object = None,
+        **levels: Any,
+    ) -> Any:
         """Run the block, for training and for generation.
 
         Args:
@@ -143,11 +150,27 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
             attention_mask: Added to the attention's logits, `[batch, 1, seq, past + seq]`; a causal sliding window if
                 left out.
             rotary: Cosines and sines of `position_ids`; computed if left out.
+            head: What trainers of drafters of entries pass; no part of this one reads logits.
+            **levels: In training for several drafts ahead, the `entries`, `later_embeds` and `slots` of
+                [`~drafters.unrolled.drafter.run_levels`].
 
         Returns:
             The block's streams, `[batch, seq, config.hc_mult, config.hidden_size]`, for [`collapse`] and for the next
-            step.
+            step; with `levels` the states for the LM head.
         """
+        if levels:
+            return HeadOutput(run_levels(self, residual, cast(torch.Tensor, position_ids), next_embeds, **levels))
+        return self._streams(residual, next_embeds, position_ids, context, attention_mask, rotary)
+
+    def _streams(
+        self,
+        residual: torch.Tensor,
+        next_embeds: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        context: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
+    ) -> torch.Tensor:
         dtype = self.e_proj.weight.dtype
         residual, next_embeds = residual.to(dtype), next_embeds.to(dtype)
         if rotary is None:
@@ -172,6 +195,42 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         """Collapse streams `[batch, seq, config.hc_mult, config.hidden_size]` to the states that the target's LM head
         reads, `[batch, seq, config.hidden_size]`."""
         return self.norm(self.hc_head(streams))
+
+    # Training, as drafters of entries are trained (`training/losses/objective.py`)
+
+    moves_positions, vocabulary_table = True, None
+    check_trainable = HiddenStateDrafter.check_trainable
+
+    def read(self, target: Target, residual: torch.Tensor) -> torch.Tensor:
+        return residual
+
+    def condition(self, residual: torch.Tensor) -> torch.Tensor:
+        return residual.to(self.e_proj.weight.dtype)
+
+    def next_condition(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def normed(self, states: torch.Tensor, level: int) -> torch.Tensor:
+        """Return what the LM head reads of streams `[batch, entries, 1, config.hc_mult, config.hidden_size]`."""
+        return self.collapse(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+
+    def entry_mask(self, position_ids: torch.Tensor) -> torch.Tensor:
+        return entry_mask(position_ids, 1)
+
+    def run(
+        self,
+        condition: torch.Tensor,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        keys_values: Sequence[ContextLayer],
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the block over entries that see some of all keys, as of [`~drafters.unrolled.drafter.UnrolledDrafter.
+        run`]; return streams `[batch, entries, 1, config.hc_mult, config.hidden_size]`."""
+        known = LayerCache(keys_values[0], 0, self.config.sliding_window)
+        visible = attention_mask_for("eager", known.visible(mask), condition.dtype)
+        # Not by a call of the module, which a trainer has wrapped: autocast would stay on after a call within a call.
+        return self._streams(condition, embeds, positions, known, cast(torch.Tensor, visible)).unsqueeze(2)
 
     # Drafting
 

@@ -173,12 +173,14 @@ def rows_of(drafter: HasLayers, contexts: Sequence[DraftContext], count: int) ->
 def _move(drafter: HasLayers, contexts: Sequence[DraftContext], columns: int) -> list[KeysValues]:
     """Give the contexts a new buffer of so many columns, and return it."""
     config, dtype, device = drafter.config, drafter.dtype, drafter.device
-    shape = len(contexts), config.num_key_value_heads, columns, config.head_dim
 
-    def zeros() -> torch.Tensor:  # as attention multiplies what it does not see by 0
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def zeros(heads: int, channels: int) -> torch.Tensor:  # as attention multiplies what it does not see by 0
+        return torch.zeros(len(contexts), heads, columns, channels, dtype=dtype, device=device)
 
-    buffer = [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
+    shapes = getattr(drafter, "kept_shapes", None)
+    if shapes is None:
+        shapes = [((config.num_key_value_heads, config.head_dim),) * 2] * config.num_hidden_layers
+    buffer = [(zeros(*keys), zeros(*values)) for keys, values in shapes]
     for row, context in enumerate(contexts):
         left = 0 if context.window is None else max(0, context.length - context.window)  # columns that nobody sees
         for parts, old in zip(buffer, context.buffer):

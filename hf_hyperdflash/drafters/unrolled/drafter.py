@@ -143,6 +143,24 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
 
     # What a subclass says
 
+    def read(self, target: Target, residual: torch.Tensor) -> torch.Tensor:
+        """Return what [`condition`] reads, `[batch, seq, streams, ...]`, from a target's residual streams."""
+        return residual
+
+    def normed(self, states: torch.Tensor, level: int) -> torch.Tensor:
+        """Return what the LM head reads of the blocks of one level, `[..., config.hidden_size]`; the first ones have
+        level 0."""
+        return self.norm(states)
+
+    def carried(self, contexts: Sequence[DraftContext]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what the entries of pending tokens need of those before them, for [`run`]; `None` for nothing."""
+        return None
+
+    def entry_mask(self, position_ids: torch.Tensor) -> Any:
+        """Return which slots see each other among the first blocks of all entries, in training."""
+        size, is_cut = self.config.block_size, self.config._attn_implementation == "sdpa"
+        return entry_pieces(position_ids, size) if is_cut else entry_mask(position_ids, size)
+
     def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
         """Return the input of the first layer, `[batch, blocks * config.block_size, ...]`, from conditions and
         embeddings `[batch, blocks, config.hidden_size]`."""
@@ -224,19 +242,8 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
         Returns:
             States for the LM head, `[batch, entries, (1 + len(slots)) * config.block_size, config.hidden_size]`.
         """
-        caches = [_LevelCache() for _ in self.layers]
-        size, kind = self.config.block_size, self.config._attn_implementation
-        mask: Any = entry_pieces(position_ids, size) if kind == "sdpa" else entry_mask(position_ids, size)
         next_embeds, later_embeds = (self._embedded(each) for each in (next_embeds, later_embeds))
-        first = self.run(self.condition(residual), next_embeds, position_ids + 1, caches, mask)
-        rows = torch.arange(len(entries), device=entries.device).unsqueeze(-1)
-        blocks, positions = [first[rows, entries]], position_ids.gather(1, entries) + 1
-        for level, slot in enumerate(slots):
-            positions = positions + (slot + 1 if self.moves_positions else 0)
-            mask = later_mask(entries, position_ids, self.config.block_size, slots[: level + 1])
-            carried = self.next_condition(blocks[-1][:, :, slot])
-            blocks.append(self.run(carried, later_embeds[:, :, level], positions, caches, mask))
-        normed = self.norm(torch.cat(blocks, dim=2))
+        normed = run_levels(self, residual, position_ids, next_embeds, entries, later_embeds, slots)
         head = self.lm_head if head is not None and self.config.draft_vocab_size else head
         return HeadOutput(normed, ranks=None if head is None else self._ranks(normed, head))
 
@@ -287,7 +294,8 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
         if not pending:
             return
         columns = ContextColumns.of(self, contexts, size=self.config.block_size)
-        self._keep_entries(contexts, run_entries(self, target, columns, pending), range(len(contexts)))
+        states = run_entries(self, target, columns, pending, self.carried(contexts))
+        self._keep_entries(contexts, states, range(len(contexts)))
 
     def _keep_entries(self, contexts: Sequence[DraftContext], states: torch.Tensor, rows: Sequence[int]) -> None:
         """Let contexts keep the entries of what is pending; the states of the last ones are in `rows` of `states`."""
@@ -385,6 +393,38 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
         if self.config.draft_vocab_size:
             return self.own_head(normed)
         return target.logits(normed)[..., : self.config.vocab_size]
+
+
+def run_levels(
+    drafter: Any,
+    residual: torch.Tensor,
+    position_ids: torch.Tensor,
+    next_embeds: torch.Tensor,
+    entries: torch.Tensor,
+    later_embeds: torch.Tensor,
+    slots: Sequence[int],
+) -> torch.Tensor:
+    """Run the first blocks of all entries and, from some of them, blocks that continue each other.
+
+    Args:
+        drafter: The drafter, which has [`UnrolledDrafter`]'s `condition`, `run`, `next_condition`, `normed` and
+            `entry_mask`.
+        residual, ..., slots: As of [`UnrolledDrafter.forward`], with embeddings.
+
+    Returns:
+        States for the LM head, as there.
+    """
+    size, caches = drafter.config.block_size, [_LevelCache() for _ in range(drafter.config.num_hidden_layers)]
+    mask = drafter.entry_mask(position_ids)
+    first = drafter.run(drafter.condition(residual), next_embeds, position_ids + 1, caches, mask)
+    rows = torch.arange(len(entries), device=entries.device).unsqueeze(-1)
+    blocks, positions = [first[rows, entries]], position_ids.gather(1, entries) + 1
+    for level, slot in enumerate(slots):
+        positions = positions + (slot + 1 if drafter.moves_positions else 0)
+        mask = later_mask(entries, position_ids, size, slots[: level + 1])
+        carried = drafter.next_condition(blocks[-1][:, :, slot])
+        blocks.append(drafter.run(carried, later_embeds[:, :, level], positions, caches, mask))
+    return torch.cat([drafter.normed(block, level) for level, block in enumerate(blocks)], dim=2)
 
 
 class _LevelCache:

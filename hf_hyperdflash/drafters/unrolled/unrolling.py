@@ -123,7 +123,7 @@ class Unrolling:
                 else None
             )
             states = self.branch(blocks, torch.zeros_like(blocks), tokens.to(states.device), texts)
-        return DraftStep(self._logits_after(states[:, 0]), vocabulary=self.drafter.draft_vocabulary(self.target))
+        return DraftStep(self._logits_after(states[:, 0], k), vocabulary=self.drafter.draft_vocabulary(self.target))
 
     def chain_step(self, k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
         """Do the same with one path of each text, slot by slot: the slots of a block do not depend on its tokens. A
@@ -136,11 +136,11 @@ class Unrolling:
             carried, device = self.drafter.next_condition(self.states[:, -1]), self.states.device
             self.states = self._run(carried, tokens.to(device), self._positions, self._padding(self._rows), None)
         if not slot:
-            self._logits = self._logits_after(self.states)
+            self._logits = self._logits_after(self.states, block)
         return DraftStep(self._logits[:, slot], vocabulary=self.drafter.draft_vocabulary(self.target))
 
-    def _logits_after(self, states: torch.Tensor) -> torch.Tensor:
-        return self.drafter.drafted_logits(self.target, self.drafter.norm(states))
+    def _logits_after(self, states: torch.Tensor, level: int) -> torch.Tensor:
+        return self.drafter.drafted_logits(self.target, self.drafter.normed(states, level))
 
     def _padding(self, rows: Sequence[int]) -> Padding:
         return Padding([rows.count(text) for text in range(self._texts)], self.states.device, self._width)
@@ -183,14 +183,19 @@ def run_blocks(
 
 
 def run_entries(
-    drafter: Any, target: Target, columns: ContextColumns, pending: tuple[torch.Tensor, ...]
+    drafter: Any,
+    target: Target,
+    columns: ContextColumns,
+    pending: tuple[torch.Tensor, ...],
+    before: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Make the entries of pending tokens; return the states of each text's last one, `[texts, config.block_size,
-    config.hidden_size]`."""
+    config.hidden_size]`. `before` is what entries need of those before them, of drafters of which they need it."""
     residual, position_ids, next_ids = pending
     layers = [columns.layer(index) for index in range(len(columns.keys_values))]
     mask, embeds = columns.causal_mask(residual.device), drafter.embed(target, next_ids)
-    return drafter.run(drafter.condition(residual), embeds, position_ids + 1, layers, mask, last_only=True)[:, 0]
+    condition, more = drafter.condition(drafter.read(target, residual)), {} if before is None else {"before": before}
+    return drafter.run(condition, embeds, position_ids + 1, layers, mask, last_only=True, **more)[:, 0]
 
 
 def width_of_pass(blocks: int) -> int:

@@ -17,9 +17,7 @@ from transformers import PreTrainedModel
 
 from ...decoding.stats import SpeculationStats
 from ...drafters.base import Observer
-from ...drafters.blocks.drafter import BlockDrafter
 from ...drafters.parts.heads import HEADS
-from ...drafters.unrolled.drafter import UnrolledDrafter
 from ...targets.registry import target_of
 from ..data.blocks import expected_rounds, sample_anchors
 from ..flags import RECIPES, TrainingFlags
@@ -180,7 +178,7 @@ class Learner:
     and `"all"`. The drafter itself and its target are only read. Rows have the residual streams of `layer_ids`."""
 
     def __init__(self, drafter: Any, target: PreTrainedModel, config: AdaptationConfig) -> None:
-        if not isinstance(drafter, (BlockDrafter, UnrolledDrafter)):
+        if not hasattr(drafter, "check_trainable"):
             raise ValueError(
                 f"A {type(drafter).__name__} cannot learn while it serves, expected a drafter that the trainer takes: "
                 "load one with `load_drafter`, not as remote code."

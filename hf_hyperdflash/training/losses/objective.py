@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from ...drafters.parts.heads import HEADS, RANK_CLASSES, HeadOutput, rank_classes
 from ...drafters.parts.layers import block_inputs
-from ...drafters.unrolled.configuration import UnrolledConfig
 from ...targets.registry import capture_residual
 from ...targets.target import Target, computable
 from ..arguments import LOSS_WEIGHTS
@@ -321,13 +320,15 @@ class UnrolledObjective(BlockObjective):
         if not self.config.own_embedding:
             with torch.no_grad():
                 following, later = (self.target.embed(each) for each in (following, later))
+        with torch.no_grad():
+            read = self.drafter.read(self.target, batch["residual"][:, :, self.streams_read])
         return drafter(
-            batch["residual"][:, :, self.streams_read],
-            batch["position_ids"],
-            following,
-            (anchors - 1).clamp(min=0),
-            later,
-            (first.diff() - 1).tolist(),
+            read,
+            position_ids=batch["position_ids"],
+            next_embeds=following,
+            entries=(anchors - 1).clamp(min=0),
+            later_embeds=later,
+            slots=(first.diff() - 1).tolist(),
             head=self.lm_head,
         )
 
@@ -387,5 +388,5 @@ class UnrolledObjective(BlockObjective):
 
 def make_objective(drafter: Any, target: Target, args: TrainingFlags, seed: int = 42) -> BlockObjective:
     """Return the objective for a drafter's kind, see [`BlockObjective`]."""
-    kind = UnrolledObjective if isinstance(drafter.config, UnrolledConfig) else BlockObjective
+    kind = UnrolledObjective if hasattr(drafter.config, "max_blocks") else BlockObjective
     return kind(drafter, target, args, seed)

@@ -1,0 +1,1 @@
+"""The multi-token-prediction heads that targets carry in their own checkpoints."""

@@ -99,7 +99,10 @@ class Target:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the first layer's input for `ids` `[batch, seq]`, `[batch, seq, config.hidden_size]`."""
         embedding = cast(nn.Embedding, self.model.get_input_embeddings())
-        embeds = embedding(ids if embedding.weight.is_meta else ids.to(embedding.weight.device))
+        ids = ids if embedding.weight.is_meta else ids.to(embedding.weight.device)
+        if hasattr(embedding, "embed_norm"):  # Muse-Glimmer's: drafters read the rows as they are
+            return nn.functional.embedding(ids, embedding.weight)
+        embeds = embedding(ids)
         scales = self.config.model_type.startswith(("granite", *MAMBA_HYBRIDS))
         return embeds * getattr(self.config, "embedding_multiplier", 1.0) if scales else embeds
 
@@ -117,6 +120,8 @@ class Target:
             ids = ids.to(weight.device)
             logits = torch.einsum("bd,bcd->bc", states, weight[ids])
             logits = logits if head.bias is None else logits + head.bias[ids]
+        if self.config.model_type.startswith("muse_"):
+            logits = logits * self.config.output_multiplier
         cap = getattr(self.config, "final_logit_softcapping", None)
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
         if self.config.model_type.startswith("granite"):

@@ -25,7 +25,7 @@ TreeVerification = Literal["mask", "cache", "fork", "chain"]
 # By the `model_type` of a model's text configuration: a family that no test covers may read more than a mask shows it.
 VERIFICATION: dict[str, TreeVerification] = {
     "llama": "mask", "qwen2": "mask", "qwen3": "mask", "qwen3_moe": "mask", "mistral": "mask", "gemma2": "mask",
-    "gemma3_text": "mask", "gemma4_text": "mask", "gpt_oss": "mask",
+    "gemma3_text": "mask", "gemma4_text": "mask", "gpt_oss": "mask", "muse_glimmer_text": "mask",
     "qwen3_next": "fork", "qwen3_5_text": "fork", "granitemoehybrid": "fork", "bamba": "fork", "falcon_h1": "fork",
     "nemotron_h": "fork", "hy_v4": "fork", "hy_v4_vl_text": "fork", "glm5_next_text": "fork", "qwen4_exp_text": "fork",
 }  # fmt: skip

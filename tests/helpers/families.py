@@ -207,6 +207,20 @@ def gpt_oss() -> PreTrainedModel:
     return target
 
 
+def muse_glimmer(**fields: Any) -> PreTrainedModel:
+    """A multimodal class, whose every fourth layer has no positions."""
+    text = dict(
+        **{**COMMON, **fields}, **DENSE, head_dim=16, sliding_window=8, final_logit_softcapping=20.0, output_multiplier=0.4,
+        qk_scale_factor=1.7,
+    )  # fmt: skip
+    vision = dict(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16)
+    config = transformers.MuseGlimmerConfig(
+        text_config=text, vision_config=vision, out_hidden_size=64, projector_hidden_size=16, image_token_id=64,
+        video_token_id=65,
+    )  # fmt: skip
+    return transformers.MuseGlimmerForConditionalGeneration(config)
+
+
 def granite_hybrid() -> PreTrainedModel:
     """Mamba-2 layers beside attention without positions."""
     return made(
@@ -241,12 +255,12 @@ def nemotron_h() -> PreTrainedModel:
 
 FAMILIES = [
     deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm5_next, qwen3, qwen3_next, qwen3_5, llama, mistral, gemma2,
-    gemma3, gemma4, gpt_oss, granite_hybrid, bamba, falcon_h1, nemotron_h,
+    gemma3, gemma4, gpt_oss, muse_glimmer, granite_hybrid, bamba, falcon_h1, nemotron_h,
 ]  # fmt: skip
 # As Qwen3 to everything but the mask of a draft tree.
 ALSO_MASKED = [qwen2, qwen3_moe]
 # Whose draft trees are verified under a mask, DeepSeek-V4's apart; those of the others row by row, if at all.
-MASKED = [gemma2, gemma3, gemma4, gpt_oss, llama, mistral, qwen3, *ALSO_MASKED]
+MASKED = [gemma2, gemma3, gemma4, gpt_oss, llama, mistral, muse_glimmer, qwen3, *ALSO_MASKED]
 # Earlier transformers keep the positions of Qwen4-Exp's indexer beside the cache's layers, where nothing rewinds them.
 REWINDABLE_QWEN4 = "indexed_attention" in DYNAMIC_LAYER_TYPE_MAPPING
 if REWINDABLE_QWEN4:

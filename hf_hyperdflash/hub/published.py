@@ -75,7 +75,7 @@ _TABLE = {  # drafters and their targets, by method and layout
         "amazon/GPT-OSS-20B-P-EAGLE": "openai/gpt-oss-20b",
         "amazon/gpt-oss-120b-p-eagle": "openai/gpt-oss-120b",
     },
-    "DFlash, transformers' own loop": {"meta-models/Muse-Glimmer-30B-assistant": "meta-models/Muse-Glimmer-30B"},
+    "DFlash, transformers": {"meta-models/Muse-Glimmer-30B-assistant": "meta-models/Muse-Glimmer-30B"},
     "Medusa heads, its authors": {"FasterDecoding/medusa-vicuna-7b-v1.3": "lmsys/vicuna-7b-v1.3"},
     "SpecBlock, its authors": {
         "weijiezz/SpecBlock-Qwen3-8B": "Qwen/Qwen3-8B",

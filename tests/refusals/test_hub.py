@@ -136,10 +136,10 @@ FIELDS = {
         ({"sliding_window": "6"}, ("sliding_window", "'6'", "integer")),
         ({"layer_types": [SLIDING]}, ("layer_types", "2")),
         ({"block_size": 1}, ("block_size", "1", "2")),
-        ({"mask_token_id": 64}, ("mask_token_id", "64")),
+        ({"mask_token_id": 202048}, ("mask_token_id", "202048")),
         ({"target_layer_ids": [2, 0]}, ("[2, 0]", "ascending")),
         ({"hidden_size": 48}, ("another shape", "fc.weight")),
-        ({"num_hidden_layers": 3}, ("missing", "layers.2")),
+        ({"num_hidden_layers": 3}, ("layer_types", "3")),
     ],
 }  # fmt: skip
 

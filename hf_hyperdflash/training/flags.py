@@ -192,7 +192,9 @@ class ScriptArguments:
     )
     num_draft_tokens: int | None = _flag(None, "draft positions of a block; unset for 6, or those of `--drafter`")
     block_size: int | None = _flag(None, "slots of a new SpecBlock drafter's blocks; unset for 4")
-    max_blocks: int | None = _flag(None, "passes of a round of a new SpecBlock or EAGLE-3 drafter, drafts of a P-EAGLE one; unset for 2 and 7")
+    max_blocks: int | None = _flag(
+        None, "passes of a round of a new SpecBlock or EAGLE-3 drafter, drafts of a P-EAGLE one; unset for 2, 7 and 7"
+    )
     shift: bool = _flag(True, "let a new SpecBlock drafter's slots take in the one before")
     broadcast: bool = _flag(True, "tell all slots of a new SpecBlock drafter's blocks condition and token")
     rank_head: bool = _flag(True, "give a new SpecBlock drafter a head that says how wide its trees are")

@@ -196,9 +196,7 @@ def test_transformers_own_dflash_loop_works_on_a_bound_target(tmp_path):
     def texts():
         for options in (dict(do_sample=False), dict(do_sample=True, temperature=0.5)):
             torch.manual_seed(1)
-            yield target.generate(
-                ids, assistant_model=theirs, speculation_type="dflash", max_new_tokens=30, **options
-            )
+            yield target.generate(ids, assistant_model=theirs, speculation_type="dflash", max_new_tokens=30, **options)
 
     unbound, plain = list(texts()), target.generate(ids, do_sample=False, max_new_tokens=30)
     drafter = load_drafter(tmp_path, target=target)

@@ -210,8 +210,8 @@ def gpt_oss() -> PreTrainedModel:
 def muse_glimmer(**fields: Any) -> PreTrainedModel:
     """A multimodal class, whose every fourth layer has no positions."""
     text = dict(
-        **{**COMMON, **fields}, **DENSE, head_dim=16, sliding_window=8, final_logit_softcapping=20.0, output_multiplier=0.4,
-        qk_scale_factor=1.7,
+        **{**COMMON, **fields}, **DENSE, head_dim=16, sliding_window=8, final_logit_softcapping=20.0,
+        output_multiplier=0.4, qk_scale_factor=1.7,
     )  # fmt: skip
     vision = dict(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16)
     config = transformers.MuseGlimmerConfig(

@@ -208,7 +208,8 @@ def deepspec(folder: Path, tensors: Tensors, **more: Any) -> Path:
 
 def automodel(folder: Path, tensors: Tensors, **more: Any) -> Path:
     """NVIDIA's NeMo AutoModel's P-EAGLE, whose layers are in a `model`."""
-    inner = {name: tensors.pop(name) for name in [*tensors] if name not in ("lm_head.weight", "mask_hidden", "d2t", "t2d")}
+    outside = ("lm_head.weight", "mask_hidden", "d2t", "t2d")
+    inner = {name: tensors.pop(name) for name in [*tensors] if name not in outside}
     named = {f"model.{name.replace('midlayer.', 'layers.0.')}": tensor for name, tensor in inner.items()}
     fields = {
         **LAYER, "architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True, "mask_token_id": 5,

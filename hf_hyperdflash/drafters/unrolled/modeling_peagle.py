@@ -78,7 +78,7 @@ class PEagleDrafter(PEagleNetwork, Eagle3Drafter):
         """
         if mask_token_id is None:
             mask_token_id = find_mask_token(target_of(target), tokenizer) or 0
-        return super().from_target(target, mask_token_id=mask_token_id, **options)
+        return cast(PEagleDrafter, super().from_target(target, mask_token_id=mask_token_id, **options))
 
     def flush_pending(self, target: Target, contexts: Sequence[DraftContext]) -> None:
         """Make the entries of all pending tokens but each text's last one."""

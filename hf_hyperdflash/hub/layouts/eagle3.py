@@ -1,6 +1,6 @@
 """EAGLE-3's layouts: the flat ones of SafeAILab, SpecForge, AngelSlim, NVIDIA and DeepSpec, and speculators'.
 
-P-EAGLE's are the same with a mask token and a learned state: Amazon's and NeMo AutoModel's flat ones, speculators' one.
+P-EAGLE's are the same with a mask token and a learned state: Amazon's and NeMo AutoModel's flat ones, speculators'.
 
 A flat config.json describes layers of Llama's kind; DeepSpec's describes Qwen3's. It has a `draft_vocab_size`, an
 architecture with EAGLE-3's name, or both. Most do not say which layers of the target the drafter reads. SafeAILab's

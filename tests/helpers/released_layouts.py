@@ -364,7 +364,8 @@ def check_assistant(drafter: Any, target: Any, folder: Path) -> None:
     context, count = drafter.new_context(), drafter.max_draft_tokens
     for length in (5, 6, 9, 10, 14, 22, 40):
         new = slice(start, length - 1)
-        states = {layer + 1: captured[0][:, new, place] for place, layer in enumerate(layers)}
+        # Layer 0 is `hidden_states[1]`; transformers 5.17 looks for it in `hidden_states[0]`.
+        states = {i: captured[0][:, new, place] for place, layer in enumerate(layers) for i in (layer, layer + 1)}
         text = {"position_ids": positions[:, :length], "attention_mask": torch.ones(1, length, dtype=torch.long)}
         outputs = SimpleNamespace(hidden_states=states)
         _, expected = theirs.get_candidates(ids[:, :length], text, outputs, False, length - 2 - start)

@@ -213,7 +213,8 @@ def new_cache(target: Any, chance: random.Random) -> Any:
 
 @cache
 def trained_kinds(target: Any) -> dict[str, Any]:
-    """Drafters whose drafts are seldom right: of blocks with a head and without, EAGLE-3, SpecBlock, Medusa heads."""
+    """Drafters whose drafts are seldom right: of blocks with a head and without, EAGLE-3, P-EAGLE, SpecBlock, Medusa
+    heads."""
     layers = {"target_layer_ids": [0, -1]}
     blocks = {
         **layers, "num_draft_tokens": 5, "mask_token_id": 63, "num_hidden_layers": 2, "sliding_window": 6,
@@ -226,6 +227,7 @@ def trained_kinds(target: Any) -> dict[str, Any]:
         "none": HyperDFlashDrafter.from_target(target, window_from="slot", causal_layers="all", **blocks),
         "eagle3": unrolled("eagle3", target, max_blocks=4, draft_vocab_size=40, tree_width=3, **layers),
         "specblock": unrolled("specblock", target, block_size=2, max_blocks=3, **layers),
+        "peagle": unrolled("peagle", target, max_blocks=4, num_hidden_layers=2, draft_vocab_size=40, **layers),
         "medusa": MedusaDrafter(MedusaConfig(medusa_num_heads=4, hidden_size=width, vocab_size=64)).eval(),
     }
     with torch.no_grad():

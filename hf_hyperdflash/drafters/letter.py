@@ -20,7 +20,8 @@ from ..version import __version__
 _ROOT = Path(__file__).parents[1]
 # Of each kind of drafter the file of `portable/` that has a class of the same name, and its configuration's.
 PORTABLE = {
-    "hyperdflash": "blocks", "eagle3": "unrolled", "specblock": "unrolled", "medusa_heads": "medusa",
+    "hyperdflash": "blocks", "eagle3": "unrolled", "peagle": "unrolled", "specblock": "unrolled",
+    "medusa_heads": "medusa",
     "deepseek_v4_dspark": "deepseek_v4", "deepseek_v4_mtp": "deepseek_v4",
 }  # fmt: skip
 _WIDTH = 119  # of a line

@@ -42,6 +42,8 @@ def load_foreign(found: Found, target: PreTrainedModel | None, dtype: torch.dtyp
     if found.unknown_fields:
         logger.warning("%s: %s", name, about_unknown(found.unknown_fields))
     config: Any = copy.deepcopy(found.config)
+    if target is not None:
+        layout.complete_from_target(config, found.fields, target.config)
     folder = Path(name)
     if not folder.is_dir():
         # Of a repository with several drafters those files alone that are in the folder of this one.

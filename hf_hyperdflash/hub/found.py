@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Drafters that are not read, by a part of what their config.json calls them.
 _NOT_READ = {
-    "peagle": "P-EAGLE", "p_eagle": "P-EAGLE", "medusamodel": "Medusa as a whole model or for vLLM", "hydra": "Hydra",
-    "mlpspeculator": "MLP speculator", "mlp_speculator": "MLP speculator", "eagle": "EAGLE-1 or EAGLE-2",
+    "medusamodel": "Medusa as a whole model or for vLLM", "hydra": "Hydra", "mlpspeculator": "MLP speculator",
+    "mlp_speculator": "MLP speculator", "eagle": "EAGLE-1 or EAGLE-2",
 }  # fmt: skip
 _QUANTIZED = ("quantization_config", "compression_config", "quantization")  # in config.json; the last is MLX's
 
@@ -90,7 +90,9 @@ def find(fields: dict[str, Any], name: str | Path, hub_kwargs: HubOptions | None
 
 def _kind_not_read(fields: dict[str, Any]) -> str:
     told = [*(fields.get("architectures") or ()), fields.get("model_type"), fields.get("speculators_model_type")]
-    words = " ".join(map(str, told)).lower().replace("eagle3", "").replace("eagle-3", "")
+    words = " ".join(map(str, told)).lower()
+    for known in ("eagle3", "eagle-3", "peagle", "p_eagle"):
+        words = words.replace(known, "")
     return next((kind for part, kind in _NOT_READ.items() if part in words), "")
 
 

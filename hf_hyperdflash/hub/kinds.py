@@ -68,7 +68,10 @@ KINDS = (
         drafts="{of.max_draft_tokens} tokens in one pass",
         sentences=("{of.reducer}", "{of.head}", "{of.confidence}"),
         title=title_block,
-        reads=("hub.layouts.speculators.LAYOUT", "hub.layouts.zlab.DEEPSPEC", "hub.layouts.zlab.LAYOUT"),
+        reads=(
+            "hub.layouts.muse.LAYOUT", "hub.layouts.speculators.LAYOUT", "hub.layouts.zlab.DEEPSPEC",
+            "hub.layouts.zlab.LAYOUT",
+        ),
         known_as=("DFlash", "DFlash 2", "DSpark"),
         writes={
             "z-lab": "hub.layouts.zlab.LAYOUT",
@@ -97,6 +100,23 @@ KINDS = (
         trains=True,
         train_flags=("block_size", "max_blocks", "shift", "broadcast", "rank_head"),
         why_not_served="drafts trees, and {engine} verifies chains",
+    ),
+    DrafterKind(
+        name="P-EAGLE",
+        model_type="peagle",
+        drafter_path="drafters.unrolled.modeling_peagle.PEagleDrafter",
+        config_path="drafters.unrolled.configuration.PEagleConfig",
+        drafts="{of.max_draft_tokens} tokens in one pass",
+        sentences=(
+            "It is a P-EAGLE drafter: EAGLE-3's layers, with a mask in place of what is not known yet, so that no "
+            "draft knows the other drafts.",
+            "{of.reducer}",
+        ),
+        reads=("hub.layouts.eagle3.PEAGLE_FLAT", "hub.layouts.eagle3.PEAGLE_SPECULATORS"),
+        known_as=("P-EAGLE",),
+        trains=True,
+        train_flags=("max_blocks", "mask_token_id"),
+        why_not_served="is in this package's own P-EAGLE layout, which {engine} has another for",
     ),
     DrafterKind(
         name="EAGLE-3",

@@ -394,7 +394,10 @@ def check_made_for(target: str, drafter: str | Found, num_draft_tokens: int | st
     with readable(target):
         config = read_gguf_config(target, options) if options else AutoConfig.from_pretrained(target)
     with torch.device("meta"), readable(found.name):
-        unloaded = found.kind.drafter(copy.deepcopy(found.config))
+        own = copy.deepcopy(found.config)
+        if found.layout:
+            found.layout.complete_from_target(cast(PreTrainedConfig, own), found.fields, config)
+        unloaded = found.kind.drafter(own)
         model = _class_of(config).from_config(config)
         model.config._name_or_path = ""  # only a name that differs is warned of once it is loaded
         unloaded.check_target(target_of(model))

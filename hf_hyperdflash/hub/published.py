@@ -75,6 +75,11 @@ _TABLE = {  # drafters and their targets, by method and layout
         "nvidia/Llama-3.3-70B-Instruct-Eagle3": "meta-llama/Llama-3.3-70B-Instruct",
         "nvidia/Qwen3-235B-A22B-Eagle3": "Qwen/Qwen3-235B-A22B",
     },
+    "P-EAGLE, Amazon": {
+        "amazon/GPT-OSS-20B-P-EAGLE": "openai/gpt-oss-20b",
+        "amazon/gpt-oss-120b-p-eagle": "openai/gpt-oss-120b",
+    },
+    "DFlash, transformers": {"meta-models/Muse-Glimmer-30B-assistant": "meta-models/Muse-Glimmer-30B"},
     "Medusa heads, its authors": {"FasterDecoding/medusa-vicuna-7b-v1.3": "lmsys/vicuna-7b-v1.3"},
     "SpecBlock, its authors": {
         "weijiezz/SpecBlock-Qwen3-8B": "Qwen/Qwen3-8B",
@@ -97,7 +102,8 @@ _FASTEST_FIRST = (
     "JetSpec", "DSpark", "DFlash 2", "HyperDFlash", "Domino", "DFlash", "SpecBlock", "P-EAGLE", "EAGLE-3", "assistant",
     "MTP", "Medusa",
 )  # fmt: skip
-_METHODS = ("dflash", "dspark", "eagle", "hass", "medusa", "specblock", "speculator")  # in names of drafters
+# In names of drafters.
+_METHODS = ("assistant", "dflash", "dspark", "eagle", "hass", "medusa", "specblock", "speculator")
 _MOST = 100  # that one question is answered with
 _FACTS: Any = ["safetensors", "lastModified", "tags"]
 _QUANTIZED = re.compile(r"[.-](i?q\d\w*|b?f16|f32)$")  # the end of a GGUF file's name

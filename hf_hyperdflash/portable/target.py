@@ -97,9 +97,10 @@ class Target:
     # Embedding and LM head, which the drafter shares
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the first layer's input for `ids` `[batch, seq]`, `[batch, seq, config.hidden_size]`."""
+        """Return the embeddings of `ids` `[batch, seq]` before any norm, `[batch, seq, config.hidden_size]`."""
         embedding = cast(nn.Embedding, self.model.get_input_embeddings())
-        embeds = embedding(ids if embedding.weight.is_meta else ids.to(embedding.weight.device))
+        look_up = partial(nn.Embedding.forward, embedding) if hasattr(embedding, "embed_norm") else embedding
+        embeds = look_up(ids if embedding.weight.is_meta else ids.to(embedding.weight.device))
         scales = self.config.model_type.startswith(("granite", *MAMBA_HYBRIDS))
         return embeds * getattr(self.config, "embedding_multiplier", 1.0) if scales else embeds
 
@@ -117,6 +118,7 @@ class Target:
             ids = ids.to(weight.device)
             logits = torch.einsum("bd,bcd->bc", states, weight[ids])
             logits = logits if head.bias is None else logits + head.bias[ids]
+        logits = logits * getattr(self.config, "output_multiplier", 1.0)
         cap = getattr(self.config, "final_logit_softcapping", None)
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
         if self.config.model_type.startswith("granite"):

@@ -21,6 +21,7 @@ from ..drafters.parts.layers import (
 )
 from ..drafters.unrolled.drafter import UnrolledNetwork
 from ..drafters.unrolled.modeling_eagle3 import Eagle3Network
+from ..drafters.unrolled.modeling_peagle import PEagleNetwork
 from ..drafters.unrolled.modeling_specblock import SpecBlockNetwork
 from .drafter import PortableDrafter
 from .loop import Drafts
@@ -33,6 +34,13 @@ class Eagle3Config(PreTrainedConfig):
     """The drafter's config.json, which has every field; the package's class of this name says what they mean."""
 
     model_type = "eagle3"
+    conv_kernel_size = 0
+
+
+class PEagleConfig(PreTrainedConfig):
+    """The drafter's config.json, which has every field; the package's class of this name says what they mean."""
+
+    model_type = "peagle"
     conv_kernel_size = 0
 
 
@@ -109,8 +117,8 @@ class UnrolledDrafter(UnrolledNetwork, PortableDrafter):
     def run(
         self, target: Target, context: EntryContext, condition: torch.Tensor, ids: torch.Tensor, first: torch.Tensor
     ) -> torch.Tensor:
-        """Run blocks, and add their keys and values to a context. Return the last one's states,
-        `[1, block_size, config.hidden_size]`.
+        """Run blocks, and add their keys and values to a context. Return their states,
+        `[1, blocks * block_size, config.hidden_size]`.
 
         Args:
             condition: `[1, blocks, config.hidden_size]`.
@@ -130,7 +138,7 @@ class UnrolledDrafter(UnrolledNetwork, PortableDrafter):
         mask = None if new == 1 else self.attention_mask(visible, hidden.dtype)
         for index, layer in enumerate(self.layers):
             hidden = layer(self._between(index, hidden), None, rotary, context.layer(index), mask)
-        return hidden[:, -size:]
+        return hidden
 
     def new_context(self) -> EntryContext:
         return EntryContext(len(self.layers))
@@ -150,7 +158,8 @@ class UnrolledDrafter(UnrolledNetwork, PortableDrafter):
         if context.pending is not None:
             residual, position_ids, next_ids = (part.to(self.device) for part in context.pending)
             first = position_ids + 1
-            context.states = self.run(target, context, self.condition(residual), next_ids, first)
+            states = self.run(target, context, self.condition(residual), next_ids, first)
+            context.states = states[:, -self.config.block_size :]
             context.position, context.pending = first[:, -1:], None
 
     def draft(
@@ -170,14 +179,16 @@ class UnrolledDrafter(UnrolledNetwork, PortableDrafter):
             if k and k % size == 0:
                 first = first + size * self.moves_positions
                 states = self.run(target, ahead, self.next_condition(states[:, -1:]), token, first)
-            normed = self.norm(states[:, k % size])
-            if not self.config.draft_vocab_size:
-                logits = self.full_logits(target, target.logits(normed)[..., : self.config.vocab_size])
-            else:
-                logits, cap = self.lm_head(normed), self.config.final_logit_softcapping
-                logits = logits if cap is None else cap * torch.tanh(logits / cap)
-                logits = self.full_logits(target, logits, self.draft_ids)
-            token = drafts.choose(logits)
+            token = drafts.choose(self.logits(target, states[:, k % size]))
+
+    def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
+        """Return logits of all of the target's tokens from states, which are normed here."""
+        normed, cap = self.norm(states), self.config.final_logit_softcapping
+        if not self.config.draft_vocab_size:
+            return self.full_logits(target, target.logits(normed)[..., : self.config.vocab_size])
+        logits = self.lm_head(normed)
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        return self.full_logits(target, logits, self.draft_ids)
 
 
 class Eagle3Drafter(Eagle3Network, UnrolledDrafter):
@@ -185,6 +196,27 @@ class Eagle3Drafter(Eagle3Network, UnrolledDrafter):
 
     config_class = Eagle3Config
     _no_split_modules = ["Eagle3Layer", "HyperDFlashLayer"]
+
+
+class PEagleDrafter(PEagleNetwork, UnrolledDrafter):
+    """All tokens of a round in one pass: EAGLE-3's layers, and a mask for what is not known yet."""
+
+    config_class = PEagleConfig
+    _no_split_modules = ["Eagle3Layer", "HyperDFlashLayer"]
+
+    def draft(
+        self, target: Target, context: Any, anchor: torch.Tensor, position: torch.Tensor, count: int, drafts: Drafts
+    ) -> None:
+        self._flush(target, context)
+        states, masks = context.states, count - 1
+        if states is None:
+            return
+        if masks:
+            ids, first = self.later_ids(anchor.expand(-1, masks)), context.position + torch.arange(1, count)
+            condition = self.next_condition(states.expand(-1, masks, -1))
+            states = torch.cat([states, self.run(target, context.ahead(), condition, ids, first)], dim=1)
+        for logits in self.logits(target, states).unbind(1):
+            drafts.choose(logits)
 
 
 class SpecBlockDrafter(SpecBlockNetwork, UnrolledDrafter):

@@ -254,6 +254,26 @@ class Granite(Target):
         return super().after_head(logits) / self.config.logits_scaling
 
 
+class MuseGlimmer(Target):
+    """A target whose input embedding norms the rows of its table, and which scales its logits before it caps them."""
+
+    title = "Muse-Glimmer"
+
+    @classmethod
+    def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
+        return hasattr(target.get_input_embeddings(), "embed_norm")
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the table as they are: the family's own drafters read them so, without the norm with
+        which they enter the first layer."""
+        with align_module_device(self.input_embedding):
+            weight = self.input_embedding.weight
+            return nn.functional.embedding(ids.to(weight.device), weight).to(ids.device)
+
+    def after_head(self, logits: torch.Tensor) -> torch.Tensor:
+        return super().after_head(logits * self.config.output_multiplier)
+
+
 class MambaHybrid(Target):
     """A target with Mamba-2 layers beside attention, or both in a layer. Its last norm has another name. Falcon-H1
     scales embeddings and logits.
@@ -287,7 +307,9 @@ class MambaHybrid(Target):
 
 
 # The first family that fits is chosen.
-FAMILIES: tuple[type[Target], ...] = (DeepseekV4, Glm5Next, HyperConnected, Qwen4Exp, Granite, MambaHybrid, Target)
+FAMILIES: tuple[type[Target], ...] = (
+    DeepseekV4, Glm5Next, HyperConnected, Qwen4Exp, Granite, MuseGlimmer, MambaHybrid, Target,
+)  # fmt: skip
 
 
 def target_of(model: PreTrainedModel | Target) -> Target:

@@ -26,7 +26,7 @@ TreeVerification = Literal["mask", "cache", "fork", "chain"]
 VERIFICATION: dict[str, TreeVerification] = {
     "llama": "mask", "qwen2": "mask", "qwen3": "mask", "qwen3_moe": "mask", "mistral": "mask", "gemma2": "mask",
     "gemma3_text": "mask", "gemma4_text": "mask", "gpt_oss": "mask", "deepseek_v3": "mask", "glm4_moe": "mask",
-    "minimax_m2": "mask", "ernie4_5_moe": "mask", "longcat_flash": "mask",
+    "minimax_m2": "mask", "ernie4_5_moe": "mask", "longcat_flash": "mask", "muse_glimmer_text": "mask",
     "qwen3_next": "fork", "qwen3_5_text": "fork", "qwen3_5_moe_text": "fork", "granitemoehybrid": "fork",
     "bamba": "fork", "falcon_h1": "fork", "nemotron_h": "fork", "hy_v4": "fork", "hy_v4_vl_text": "fork",
     "glm5_next_text": "fork", "qwen4_exp_text": "fork",

@@ -169,7 +169,7 @@ class ScriptArguments:
         f"kind of a new drafter: {', '.join(_TYPES[:-1])} or {_TYPES[-1]}",
         choices=_TYPES,
     )
-    layers: int | None = _flag(None, "layers of a new drafter; unset for 5, SpecBlock's 2, EAGLE-3's 1")
+    layers: int | None = _flag(None, "layers of a new drafter; unset for 5, P-EAGLE's 4, SpecBlock's 2, EAGLE-3's 1")
     draft_vocab_size: int | None = _flag(
         None,
         "draft only so many tokens, those that answers in `--dataset` have most often, by an LM head of the drafter's "
@@ -192,7 +192,9 @@ class ScriptArguments:
     )
     num_draft_tokens: int | None = _flag(None, "draft positions of a block; unset for 6, or those of `--drafter`")
     block_size: int | None = _flag(None, "slots of a new SpecBlock drafter's blocks; unset for 4")
-    max_blocks: int | None = _flag(None, "passes of a round of a new SpecBlock or EAGLE-3 drafter; unset for 2 and 7")
+    max_blocks: int | None = _flag(
+        None, "passes of a round of a new SpecBlock or EAGLE-3 drafter, drafts of a P-EAGLE one; unset for 2, 7 and 7"
+    )
     shift: bool = _flag(True, "let a new SpecBlock drafter's slots take in the one before")
     broadcast: bool = _flag(True, "tell all slots of a new SpecBlock drafter's blocks condition and token")
     rank_head: bool = _flag(True, "give a new SpecBlock drafter a head that says how wide its trees are")

@@ -122,6 +122,19 @@ Scored = Callable[[torch.Tensor, DraftStep, Sequence[int]], DraftStep]
 and the number of each text's paths, to a step with scores in place of logits."""
 
 
+def independent_steps(logits: torch.Tensor) -> Steps:
+    """Return a drafter whose drafts do not depend on each other, for a graph, where each text has as many paths.
+
+    Args:
+        logits: `[batch, drafts, config.vocab_size]`.
+    """
+
+    def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+        return DraftStep(logits[:, k].repeat_interleave(len(tokens) // len(logits), dim=0))
+
+    return steps
+
+
 class GrownChains(NamedTuple):
     """A chain of each text, on the device.
 

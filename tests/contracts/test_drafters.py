@@ -27,6 +27,7 @@ from ..helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, mtp_sha
 from ..helpers.headed_drafters import headed
 from ..helpers.loops import in_transformers_loop
 from ..helpers.medusa import medusa
+from ..helpers.released_layouts import assistant
 from ..helpers.saved_folder import furthest_from_the_law
 from ..helpers.unrolled import unrolled
 
@@ -63,6 +64,14 @@ def of_family(family, drafter):
     return made
 
 
+def muse_glimmer(folder):
+    """Its assistant, which transformers' own loop drafts with."""
+    torch.manual_seed(0)
+    target = families.muse_glimmer().eval()
+    assistant(folder)
+    return target, load_drafter(folder, target=target)
+
+
 def without_padding():
     """A target whose drafter has a mask vector of its own."""
     target = families.qwen3()
@@ -77,7 +86,9 @@ KINDS = {
     "state head": of_family(families.llama, lambda target: headed(target, "state", confidence_head=True, **READ)),
     "dflash2": of_family(families.gemma3, lambda target: headed(target, "selector", head_candidates=5, **READ)),
     "eagle3": of_family(families.qwen3, lambda target: unrolled("eagle3", target, max_blocks=5)),
+    "peagle": of_family(families.qwen3, lambda target: unrolled("peagle", target, max_blocks=5, num_hidden_layers=2)),
     "specblock": of_family(families.qwen3, lambda target: unrolled("specblock", target, block_size=3, max_blocks=2)),
+    "muse glimmer": muse_glimmer,
     "medusa": of_family(families.qwen3, lambda _: medusa()),
     "v4 dspark": of_checkpoint(DeepseekV4DSparkDrafter, dspark_shapes, **dspark_fields()),
     "v4 mtp": of_checkpoint(DeepseekV4MTPDrafter, mtp_shapes),
@@ -93,6 +104,14 @@ MORE = {
     "all of a drafter's own": of_family(
         families.granite_hybrid,
         lambda target: unrolled("eagle3", target, max_blocks=4, own_embedding=True, draft_vocab_size=40),
+    ),
+    "masks of a drafter's own": of_family(
+        families.granite_hybrid,
+        lambda target: unrolled("peagle", target, max_blocks=4, own_embedding=True, draft_vocab_size=40),
+    ),
+    "masks over streams": of_family(
+        lambda: tiny_target(layer_types=["sliding_attention"] * 2),
+        lambda target: unrolled("peagle", target, reducer="hybrid", num_hidden_layers=1, **READ),
     ),
     "gated blocks": of_family(
         lambda: tiny_target(layer_types=["sliding_attention"] * 2),
@@ -266,7 +285,7 @@ def of_eight(family, made):
     def pair():
         torch.manual_seed(0)
         target = family().eval()
-        if target.config.vocab_size != 8:
+        if target.config.get_text_config().vocab_size != 8:
             target.resize_token_embeddings(8)
         return target, made(target)
 
@@ -276,6 +295,7 @@ def of_eight(family, made):
 LAWS = {
     "dflash": of_eight(families.qwen3, lambda target: headed(target, "gated_markov", **READ)),
     "eagle3": of_eight(families.qwen3, lambda target: unrolled("eagle3", target, max_blocks=5)),
+    "peagle": of_eight(families.qwen3, lambda target: unrolled("peagle", target, max_blocks=5, num_hidden_layers=1)),
     "specblock": of_eight(
         families.llama, lambda target: unrolled("specblock", target, block_size=2, rank_head=False, branching=[2])
     ),
@@ -285,6 +305,9 @@ LAWS = {
 MORE_LAWS = {
     "selector": of_eight(families.llama, lambda target: headed(target, "selector", head_candidates=3, **READ)),
     "medusa": of_eight(families.qwen3, lambda target: medusa(vocab_size=8)),
+    "normed embedding": of_eight(
+        lambda: families.muse_glimmer(vocab_size=8), lambda target: tiny_drafter(target, **READ)
+    ),
     "few tokens": of_eight(families.qwen3, lambda target: headed(target, "state", draft_vocab_size=5, **READ)),
     "mtp head": of_eight(
         families.deepseek_v3, lambda target: MTPDrafter(MTPConfig.from_target_config(target.config)).eval()

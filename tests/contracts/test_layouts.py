@@ -34,6 +34,10 @@ def made(name, folder):
     return target
 
 
+def without(fields, *names):
+    return {name: value for name, value in fields.items() if name not in names}
+
+
 def fields_of(folder):
     return json.loads((folder / "config.json").read_text())
 
@@ -154,10 +158,14 @@ OF_EAGLE3 = {
     "use_input_layernorm_in_first_layer": False, "next_layer_regular": False, "parallel_draft_step": 3,
     "noise_token_id": 5, "mlp_bias": True, "parallel_drafting": True, "eh_proj_before_attn": True,
 }  # fmt: skip
+# These two make an EAGLE-3 drafter a P-EAGLE one.
+OF_PEAGLE = ("ptd_token_id", "parallel_drafting")
 CHANGES_DRAFTS = {
     **{name: {**OF_ANY, **OF_BLOCKS} for name in ("z-lab", "deepspec", "specforge", "z-lab dflash2")},
-    **{name: OF_ANY for name in ("speculators", "speculators dspark")},
-    **{name: {**OF_ANY, **OF_EAGLE3} for name in ("safeailab", "deepspec eagle3")},
+    **{name: OF_ANY for name in ("speculators", "speculators dspark", "Muse-Glimmer's")},
+    **{name: without({**OF_ANY, **OF_EAGLE3}, *OF_PEAGLE) for name in ("safeailab", "deepspec eagle3")},
+    "Amazon's P-EAGLE": without({**OF_ANY, **OF_EAGLE3}, *OF_PEAGLE, "mask_token_id"),
+    "speculators peagle": {**OF_ANY, "causal": False, "is_causal": False},
     "speculators eagle3": {**OF_ANY, "causal": False, "is_causal": False, "mask_token_id": 5},
     "specblock": {**OF_ANY, "rank_classes": 5, "is_causal": False, "use_aux_hidden_state": False},
 }

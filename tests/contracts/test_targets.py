@@ -7,11 +7,11 @@ import logging
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModel, DynamicCache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_hyperdflash import PromptLookupDrafter, bind, capture_residual
+from hf_hyperdflash import PromptLookupDrafter, bind, capture_residual, load_drafter
 from hf_hyperdflash.targets.caches.name import cache_argument, cache_of
 from hf_hyperdflash.targets.hooks import EMBEDDINGS
 from hf_hyperdflash.targets.registry import target_of
@@ -31,8 +31,10 @@ from ..helpers.families import (
     granite_hybrid,
     llama,
     made,
+    muse_glimmer,
     qwen3_next,
 )
+from ..helpers.released_layouts import assistant
 from ..helpers.training import losses, rows, trainer_for, weights
 from ..helpers.tree_drafters import RandomChains
 
@@ -151,8 +153,9 @@ def test_it_embeds_as_its_first_layer_reads(target):
     )
     with capture_residual(target, [EMBEDDINGS]) as captured:
         target(ids)
+    norm = getattr(facts.input_embedding, "embed_norm", torch.nn.Identity())  # which no drafter reads
     for stream in read[0].reshape(1, 9, facts.streams, 64).unbind(2):
-        torch.testing.assert_close(facts.embed(ids), stream)
+        torch.testing.assert_close(norm(facts.embed(ids)), stream)
     assert torch.equal(captured[0].flatten(), read[0].flatten())
 
 
@@ -181,6 +184,25 @@ def test_it_trains_a_drafter_and_stays_as_it_is(target, tmp_path):
                           learning_rate=2e-2, warmup_steps=1)  # fmt: skip
     trainer.train()
     assert losses(trainer)[-1] < losses(trainer)[0] and torch.equal(weights(target), before)
+
+
+def test_transformers_own_dflash_loop_works_on_a_bound_target(tmp_path):
+    """With an assistant of transformers', greedily and drawn, as on one that is not bound."""
+    torch.manual_seed(0)
+    target, ids = muse_glimmer().eval(), prompt(13)
+    assistant(tmp_path)
+    theirs = AutoModel.from_pretrained(tmp_path).eval()
+
+    def texts():
+        for options in (dict(do_sample=False), dict(do_sample=True, temperature=0.5)):
+            torch.manual_seed(1)
+            yield target.generate(ids, assistant_model=theirs, speculation_type="dflash", max_new_tokens=30, **options)
+
+    unbound, plain = list(texts()), target.generate(ids, do_sample=False, max_new_tokens=30)
+    drafter = load_drafter(tmp_path, target=target)
+    drafter.bind(target)
+    assert torch.equal(unbound[0], plain) and all(map(torch.equal, texts(), unbound))
+    assert torch.equal(target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=30), plain)
 
 
 @pytest.mark.parametrize(

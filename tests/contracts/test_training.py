@@ -28,7 +28,7 @@ MADE = {name: KINDS[name] for name in TRAINED} | {
 }
 EACH_CHANGE = ["own vocabulary", "eagle3"]
 SOME = mostly_nightly([*EACH_CHANGE, *sorted(MADE.keys() - {*EACH_CHANGE})], kept=2)
-SEVERAL_FORWARDS = ("eagle3", "specblock", "mtp head", "v4 mtp")  # of the drafter in a step
+SEVERAL_FORWARDS = ("eagle3", "peagle", "specblock", "mtp head", "v4 mtp")  # of the drafter in a step
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_what_is_listed_is_what_is_tested():
     assert VERIFICATION.keys() - LATER <= {family.config.model_type for family in tested}
     assert {family.config.model_type for family in tested if type(family) is Target} <= VERIFICATION.keys()
     # Trees of the others are verified row by row.
-    masked = {made().config.get_text_config().model_type for made in MASKED} | {"deepseek_v4"}
+    masked = {target_of(made()).config.model_type for made in MASKED} | {"deepseek_v4"}
     assert {each.config.model_type for each in tested if each.tree_verification in ("mask", "cache")} == masked
 
 

@@ -201,6 +201,7 @@ COMPILED = [
     (families.gemma3, "specblock", (12,), True), (families.qwen3, "medusa", (12, 7, 12), True),
     (families.gemma3, "none", (12,), False), (families.qwen3, "eagle3", (12,), False),
     (families.qwen3, "specblock", (12, 7, 12), False), (families.gemma3, "medusa", (12,), False),
+    (families.muse_glimmer, "peagle", (12, 7, 12), True), (families.qwen3, "peagle", (12,), False),
 ]  # fmt: skip
 
 
@@ -227,7 +228,10 @@ def test_compiled_rounds_draft_and_write_what_eager_ones_do(
     assert graphs == counted["unique_graphs"] and not torch._dynamo.utils.counters["graph_break"]
 
 
-AUTO = [("none", 1, False), ("specblock", 1, True), ("eagle3", 3, True), ("medusa", 1, True), ("state", 3, True)]
+AUTO = [
+    ("none", 1, False), ("specblock", 1, True), ("eagle3", 3, True), ("medusa", 1, True), ("state", 3, True),
+    ("peagle", 3, True),
+]  # fmt: skip
 
 
 # Takes seconds: rounds are traced.
@@ -256,7 +260,7 @@ def test_auto_admits_of_a_graph_what_it_admits_eagerly(kind, texts, on_accelerat
 
 
 # Takes seconds: a drafter's passes and the target's are traced.
-@pytest.mark.parametrize("kind", mostly_nightly(["medusa", "none", "state", "eagle3", "specblock"]))
+@pytest.mark.parametrize("kind", mostly_nightly(["medusa", "none", "state", "eagle3", "specblock", "peagle"]))
 def test_a_greedy_round_is_two_graphs_and_one_wait(kind, counted, monkeypatch):
     """The target's passes and the drafter's; between them what was written is read, and no tensor before."""
     pair, rounds = Pair(families.qwen3, kind), []

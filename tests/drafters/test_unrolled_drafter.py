@@ -18,7 +18,7 @@ from ..helpers.device_pairs import assert_same_text, small_qwen3
 from ..helpers.schedules import Asked
 from ..helpers.unrolled import specblock_oracle, unrolled
 
-KINDS = {"specblock": {"block_size": 3, "max_blocks": 2}, "eagle3": {"max_blocks": 5}}
+KINDS = {"specblock": {"block_size": 3, "max_blocks": 2}, "eagle3": {"max_blocks": 5}, "peagle": {"max_blocks": 5}}
 
 
 @torch.no_grad()

@@ -207,6 +207,20 @@ def gpt_oss() -> PreTrainedModel:
     return target
 
 
+def muse_glimmer(**fields: Any) -> PreTrainedModel:
+    """A multimodal class, whose every fourth layer has no positions."""
+    text = dict(
+        **{**COMMON, **fields}, **DENSE, head_dim=16, sliding_window=8, final_logit_softcapping=20.0,
+        output_multiplier=0.4, qk_scale_factor=1.7,
+    )  # fmt: skip
+    vision = dict(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16)
+    config = transformers.MuseGlimmerConfig(
+        text_config=text, vision_config=vision, out_hidden_size=64, projector_hidden_size=16, image_token_id=64,
+        video_token_id=65,
+    )  # fmt: skip
+    return transformers.MuseGlimmerForConditionalGeneration(config)
+
+
 def granite_hybrid() -> PreTrainedModel:
     """Mamba-2 layers beside attention without positions."""
     return made(
@@ -295,14 +309,15 @@ def longcat_flash() -> PreTrainedModel:
 
 FAMILIES = [
     deepseek_v3, deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm4_moe, glm5_next, kimi_k25, minimax_m2, qwen3,
-    qwen3_next, qwen3_5, qwen3_5_moe, llama, mistral, gemma2, gemma3, gemma4, gpt_oss, granite_hybrid, bamba,
-    falcon_h1, nemotron_h,
+    qwen3_next, qwen3_5, qwen3_5_moe, llama, mistral, gemma2, gemma3, gemma4, gpt_oss, muse_glimmer, granite_hybrid,
+    bamba, falcon_h1, nemotron_h,
 ]  # fmt: skip
 # As Qwen3 to everything but the mask of a draft tree.
 ALSO_MASKED = [qwen2, qwen3_moe, ernie4_5_moe, longcat_flash]
 # Whose draft trees are verified under a mask, DeepSeek-V4's apart; those of the others row by row, if at all.
 MASKED = [
-    deepseek_v3, kimi_k25, glm4_moe, minimax_m2, gemma2, gemma3, gemma4, gpt_oss, llama, mistral, qwen3, *ALSO_MASKED,
+    deepseek_v3, kimi_k25, glm4_moe, minimax_m2, gemma2, gemma3, gemma4, gpt_oss, llama, mistral, muse_glimmer, qwen3,
+    *ALSO_MASKED,
 ]  # fmt: skip
 # Earlier transformers keep the positions of Qwen4-Exp's indexer beside the cache's layers, where nothing rewinds them.
 _indexed = DYNAMIC_LAYER_TYPE_MAPPING.get("indexed_attention")

@@ -93,6 +93,15 @@ def further(tensors: dict[str, Tensor], shape: Shape, known: list[Entry], path: 
     return _layer(tensors, shape, g, embed, known + path, before.position + 1)
 
 
+def masked(tensors: dict[str, Tensor], shape: Shape, known: list[Entry], embed: Tensor, count: int) -> list[Entry]:
+    """P-EAGLE's `count` entries behind all text entries: each of the learned state and the mask token's embedding."""
+    path: list[Entry] = []
+    for _ in range(count):
+        g = _fuse(tensors, shape, tensors["mask_hidden"].flatten())
+        path.append(_layer(tensors, shape, g, embed, known + path, (known + path)[-1].position + 1))
+    return path
+
+
 def logits(tensors: dict[str, Tensor], shape: Shape, out: Tensor) -> Tensor:
     """The logits over the draft vocabulary of an entry's `out`, which is always the one before the final norm."""
     scores = tensors["lm_head.weight"] @ norm(tensors["norm.weight"], out, shape.eps)

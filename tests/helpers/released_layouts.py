@@ -12,12 +12,20 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LogitsProcessorList
+from transformers import (
+    AutoModel,
+    GenerationConfig,
+    LogitsProcessorList,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+)
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from hf_hyperdflash import capture_residual
 from hf_hyperdflash.drafters.blocks import drafter as block_drafter
@@ -31,7 +39,7 @@ from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_target
 from . import oracle_dflash, oracle_eagle3, oracle_layouts, oracle_specblock
-from .families import deepseek_v4, gemma2, glm5_next, qwen3
+from .families import deepseek_v4, gemma2, glm5_next, muse_glimmer, qwen3
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDINGS = -1_000_000  # what enters the target's first layer, as `target_layer_ids` calls it
@@ -120,7 +128,9 @@ def truncated() -> Tensors:
     return {"d2t": ids - torch.arange(DRAFTED), "t2d": kept, "lm_head.weight": torch.randn(DRAFTED, WIDTH) / 4}
 
 
-def eagle3_tensors(qk_norm=False, norm_before_fc=False, fc_norm=False, layers=1, reads=3) -> Tensors:
+def eagle3_tensors(
+    qk_norm=False, norm_before_fc=False, fc_norm=False, layers=1, reads=3, mask: tuple[int, ...] = ()
+) -> Tensors:
     torch.manual_seed(1)
     parts = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
     tensors = {**layer("midlayer", 2 * WIDTH, parts), **truncated(), "norm.weight": norm()}
@@ -133,6 +143,8 @@ def eagle3_tensors(qk_norm=False, norm_before_fc=False, fc_norm=False, layers=1,
         tensors |= {f"fc_norm.{i}.weight": norm() for i in range(3)}
     for i in range(1, layers):
         tensors |= layer(f"layers.{i}", WIDTH)
+    if mask:
+        tensors["mask_hidden"] = torch.randn(*mask)
     return tensors
 
 
@@ -192,6 +204,19 @@ def deepspec(folder: Path, tensors: Tensors, **more: Any) -> Path:
     }  # fmt: skip
     named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     return saved(folder, {**fields, **more}, named)
+
+
+def automodel(folder: Path, tensors: Tensors, **more: Any) -> Path:
+    """NVIDIA's NeMo AutoModel's P-EAGLE, whose layers are in a `model`."""
+    outside = ("lm_head.weight", "mask_hidden", "d2t", "t2d")
+    inner = {name: tensors.pop(name) for name in [*tensors] if name not in outside}
+    named = {f"model.{name.replace('midlayer.', 'layers.0.')}": tensor for name, tensor in inner.items()}
+    fields = {
+        **LAYER, "architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True, "mask_token_id": 5,
+        "num_depths": 6, "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2, "num_hidden_layers": 2,
+        "draft_vocab_size": DRAFTED, "eagle_config": {IDS: LAYERS},
+    }  # fmt: skip
+    return saved(folder, {**fields, **more}, {**named, **tensors})
 
 
 def specblock(folder: Path, tensors: Tensors, **more: Any) -> Path:
@@ -274,8 +299,11 @@ def drafted(drafter: Any, target: Any, ids: torch.Tensor, tokens: list[int], par
 
 
 @torch.no_grad()
-def check_eagle3(drafter: Any, target: Any, tensors: Tensors, layers=LAYERS, **flags: Any) -> None:
-    """Logits along a path, against loops over the tensors as their publisher names them."""
+def check_eagle3(
+    drafter: Any, target: Any, tensors: Tensors, layers=LAYERS, mask: int | None = None, **flags: Any
+) -> None:
+    """Logits along a path, against loops over the tensors as their publisher names them; of P-EAGLE with the token
+    `mask` in place of the path."""
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     ids, tokens = prompt(12), [7, 9, 9, 30]
     shape = oracle_eagle3.Shape(4, 2, 16, 1e-6, 5000.0, **flags)
@@ -284,9 +312,11 @@ def check_eagle3(drafter: Any, target: Any, tensors: Tensors, layers=LAYERS, **f
     embeds = torch.stack([table[token] for token in ids[0, 1:].tolist()])
     known, path = oracle_eagle3.entries(tensors, shape, features[:-1], embeds), []
     expected = [oracle_eagle3.target_logits(tensors, shape, known[-1].out, VOCABULARY)]
-    for token in tokens:
+    if mask is not None:
+        path = oracle_eagle3.masked(tensors, shape, known, table[mask], len(tokens))
+    for token in tokens if mask is None else ():
         path.append(oracle_eagle3.further(tensors, shape, known, path, table[token]))
-        expected.append(oracle_eagle3.target_logits(tensors, shape, path[-1].out, VOCABULARY))
+    expected += [oracle_eagle3.target_logits(tensors, shape, each.out, VOCABULARY) for each in path]
     drafter.check_target(target_of(target))
     assert drafter.layers_read(target_of(target)) == layers
     for cuts in ((1,), (3, 8)):
@@ -296,13 +326,56 @@ def check_eagle3(drafter: Any, target: Any, tensors: Tensors, layers=LAYERS, **f
 
 def check_eagle3_file(drafter: Any, target: Any, folder: Path, layers=LAYERS, count: int = 1, **flags: Any) -> None:
     """Against what is in the folder. A head that is not there is the embedding, if they are tied, or the target's."""
-    tensors, fields = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    read, fields = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    tensors = {name.removeprefix("model."): tensor for name, tensor in read.items()}
     if "lm_head.weight" not in tensors:
         head = target.get_output_embeddings().weight.detach()
         tensors["lm_head.weight"] = tensors["embed_tokens.weight"] if fields.get("tie_word_embeddings") else head
     tensors.setdefault("d2t", torch.zeros(VOCABULARY, dtype=torch.long))
     assert drafter.config.num_hidden_layers == count
     check_eagle3(drafter, target, tensors, layers, **flags)
+
+
+def assistant(folder: Path, _: Any = None, **fields: Any) -> None:
+    """Muse-Glimmer's, by transformers' own class."""
+    shape = dict(
+        hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, max_position_embeddings=1024, sliding_window=6, block_size=5, mask_token_id=1,
+        target_layer_ids=[0, 2],
+    )  # fmt: skip
+    torch.manual_seed(4)
+    model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**{**shape, **fields}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 8)
+    model.save_pretrained(folder)
+
+
+@torch.no_grad()
+def check_assistant(drafter: Any, target: Any, folder: Path) -> None:
+    """Logits of rounds that take in one token or several, beside those of transformers' own DFlash loop."""
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    embedding, head, seen = target.get_input_embeddings(), target.get_output_embeddings(), target_of(target)
+    theirs = DFlashTokenCandidateGenerator(model, embedding, head, GenerationConfig(max_length=99, do_sample=False))
+    ids, positions, layers, start = prompt(40), torch.arange(40)[None], drafter.layers_read(seen), 0
+    drafter.check_target(seen)
+    with capture_residual(target, layers) as captured:
+        target(ids)
+    context, count = drafter.new_context(), drafter.max_draft_tokens
+    for length in (5, 6, 9, 10, 14, 22, 40):
+        new = slice(start, length - 1)
+        # Layer 0 is `hidden_states[1]`; transformers 5.17 looks for it in `hidden_states[0]`.
+        states = {i: captured[0][:, new, place] for place, layer in enumerate(layers) for i in (layer, layer + 1)}
+        text = {"position_ids": positions[:, :length], "attention_mask": torch.ones(1, length, dtype=torch.long)}
+        outputs = SimpleNamespace(hidden_states=states)
+        _, expected = theirs.get_candidates(ids[:, :length], text, outputs, False, length - 2 - start)
+        drafter.extend(seen, context, captured[0][:, new], positions[:, new], ids[:, start + 1 : length])
+        sampler = Followed([0] * count)
+        drafter.draft(seen, [DraftRequest(context, ids[:, :length], positions[:, :length], count, sampler)])
+        expected = seen.after_head(expected[0])
+        expected[:, drafter.config.mask_token_id] = -torch.inf  # which ours never drafts
+        torch.testing.assert_close(torch.stack(sampler.seen), expected, atol=1e-4, rtol=1e-4)
+        start = length - 1
 
 
 @torch.no_grad()
@@ -574,6 +647,30 @@ LAYOUTS: dict[str, Layout] = {
         {**EAGLE3_1, "target_hidden_size": 64, "num_aux_hidden_states": 3, "eagle_config": {IDS: [0, 1, 3]}},
         [0, 1, 3], fc_norm=True, norm_output=True,
     )._replace(target=of_v4(layer_types=[SLIDING, CSA, HCA, SLIDING, CSA])),
+    # P-EAGLE.
+    "Amazon's P-EAGLE": eagle3(
+        safeailab, {"layers": 4, "mask": (1, 192)},
+        {"ptd_token_id": 5, "num_hidden_layers": 4, "draft_vocab_size": VOCABULARY,
+         "rope_scaling": {"rope_type": "linear", "factor": 1.0}},
+        has="embed_tokens lm_head", count=4, mask=5,
+    ),
+    "AutoModel's P-EAGLE": eagle3(automodel, {"layers": 2, "mask": (192,)}, {}, count=2, mask=5),
+    "speculators peagle": eagle3(
+        speculators, {"layers": 2, "qk_norm": False, "norm_before_fc": True, "mask": (1, 1, 192)},
+        {"speculators_model_type": "peagle", "architectures": ["PEagleDraftModel"], "mask_token_id": 5,
+         "embed_requires_grad": True, "norm_before_fc": True, OF_LAYER: {**LAYER, "num_hidden_layers": 2},
+         "speculators_config": {"algorithm": "peagle", "proposal_methods": [{"speculative_tokens": 6}]}},
+        count=2, mask=5, norm_before_fc=True,
+    ),
+    # transformers' own loop's.
+    "Muse-Glimmer's": Layout(assistant, check_assistant, muse_glimmer),
+    "Muse-Glimmer's, mixed": Layout(
+        partial(assistant, layer_types=["full_attention", SLIDING], sliding_window=3), check_assistant, muse_glimmer
+    ),
+    "Muse-Glimmer's, all full": Layout(
+        partial(assistant, layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta":
+        5000.0}), check_assistant, muse_glimmer,
+    ),
     "specblock": Layout(
         lambda folder, _: specblock(folder, specblock_tensors(), **NAMED), check_specblock, partial(qwen3, layers=8)
     ),
@@ -585,5 +682,5 @@ LAYOUTS: dict[str, Layout] = {
 # One of each layout.
 EACH = (
     "z-lab", "speculators", "deepspec", "specforge", "z-lab dflash2", "speculators dspark", "safeailab",
-    "speculators eagle3", "deepspec eagle3", "specblock",
+    "speculators eagle3", "deepspec eagle3", "specblock", "Amazon's P-EAGLE", "speculators peagle", "Muse-Glimmer's",
 )  # fmt: skip

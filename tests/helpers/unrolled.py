@@ -1,4 +1,4 @@
-"""Tiny SpecBlock and EAGLE-3 drafters of a target, and their weights by the names that the oracles know."""
+"""Tiny SpecBlock, EAGLE-3 and P-EAGLE drafters of a target, and their weights by the names that the oracles know."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_hyperdflash import Eagle3Drafter, SpecBlockDrafter
+from hf_hyperdflash import Eagle3Drafter, PEagleDrafter, SpecBlockDrafter
 
 from . import oracle_eagle3, oracle_specblock
 
@@ -20,7 +20,8 @@ _THEIRS = {
 
 def unrolled(kind: str, target: Any, **fields: Any) -> Any:
     """One with weights that count, the same every time."""
-    made: Any = SpecBlockDrafter if kind == "specblock" else Eagle3Drafter
+    kinds: dict[str, Any] = {"specblock": SpecBlockDrafter, "eagle3": Eagle3Drafter, "peagle": PEagleDrafter}
+    made = kinds[kind]
     torch.manual_seed(0)
     drafter = made.from_target(target, dtype=torch.float32, **{**SHAPE, **fields})
     with torch.no_grad():

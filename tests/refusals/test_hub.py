@@ -75,7 +75,6 @@ FIELDS = {
         ({"block_size": None}, ("block_size",)),
         ({"mask_token_id": None}, ("mask_token_id",)),
         ({"speculators_model_type": "ngram"}, ("'ngram'", "dflash, dflash2, dspark")),
-        ({"speculators_model_type": "peagle"}, ("P-EAGLE", "DFlash")),
     ],
     "deepspec": [
         ({"architectures": ["Gemma4DSparkModel"]}, ("Gemma4DSparkModel", "Qwen3")),
@@ -118,7 +117,29 @@ FIELDS = {
         ({"architectures": ["Gemma4Eagle3Model"]}, ("Gemma4Eagle3Model", "Llama")),
         ({"architectures": ["Llama4Eagle3"]}, ("Llama4Eagle3", "Llama")),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, ("Eagle3DeepseekV2ForCausalLM", "Llama")),
-        ({"architectures": ["PEagleDraftModel"]}, ("P-EAGLE", "DFlash")),
+        # P-EAGLE without what makes it one.
+        ({"architectures": ["PEagleDraftModel"]}, ("mask_token_id",)),
+        ({"parallel_drafting": True}, ("mask_token_id",)),
+        ({"ptd_token_id": 5}, ("1 missing", "mask_hidden")),
+    ],
+    "Amazon's P-EAGLE": [
+        ({"ptd_token_id": 64}, ("mask_token_id", "64")),
+        ({"ptd_token_id": "5"}, ("mask_token_id", "'5'", "integer")),
+        ({"target_hidden_size": 48}, ("another shape", "mask_hidden")),
+    ],
+    "speculators peagle": [
+        ({"mask_token_id": None}, ("mask_token_id",)),
+        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 0}]}}, ("max_blocks", "0", "1")),
+        ({IDS: [2, 4]}, ("another shape", "fc.weight, input_norm.weight, mask_hidden")),
+    ],
+    "Muse-Glimmer's": [
+        ({"sliding_window": "6"}, ("sliding_window", "'6'", "integer")),
+        ({"layer_types": [SLIDING]}, ("layer_types", "2")),
+        ({"block_size": 1}, ("block_size", "1", "2")),
+        ({"mask_token_id": 202048}, ("mask_token_id", "202048")),
+        ({"target_layer_ids": [2, 0]}, ("[2, 0]", "ascending")),
+        ({"hidden_size": 48}, ("another shape", "fc.weight")),
+        ({"num_hidden_layers": 3}, ("layer_types", "3")),
     ],
 }  # fmt: skip
 
@@ -164,8 +185,6 @@ OTHER_KINDS = [  # a config.json, the kind, and its tensors
     ({"architectures": ["MedusaModel"], "model_type": "medusa"}, "Medusa as a whole model or for vLLM", {}),
     ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "MLP speculator", {}),
     ({"architectures": ["HydraModel"]}, "Hydra", {}),
-    ({"architectures": ["PEagleDraftModel"], "draft_vocab_size": 40, "model_type": "llama"}, "P-EAGLE", {}),
-    ({"speculators_model_type": "peagle"}, "P-EAGLE", {}),
     # SafeAILab's first ones are a Llama of one layer to their config.json, and its EAGLE-3 without an architecture.
     ({**LAYER, "architectures": ["LlamaForCausalLM"]}, "EAGLE-1 or EAGLE-2", EAGLE1),
     ({**LAYER, "architectures": ["LlamaForCausalLM"]}, '"LlamaForCausalLMEagle3"', eagle3_tensors()),

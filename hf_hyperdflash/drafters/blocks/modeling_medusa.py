@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from ...targets.compiled import CompiledForwards
 from ...targets.target import Target
-from ...trees.growth import DraftStep, GraphPlan, GrownChains, GrownNodes, grow_in_graph
+from ...trees.growth import GraphPlan, GrownChains, GrownNodes, grow_in_graph, independent_steps
 from ...trees.tree import DraftTree
 from ..configuration import WithCode
 from ..parts.context import CompiledRounds, DraftContext
@@ -159,12 +159,7 @@ def _draft_all(
 ) -> torch.Tensor | GrownChains | GrownNodes:
     """Return the heads' logits, or what is asked for of drafts, trees at most `limits` `[texts]` deep."""
     logits = drafter(target, residual)
-    texts, depth, _ = logits.shape
-
-    def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
-        return DraftStep(logits[:, k].repeat_interleave(len(tokens) // texts, dim=0))
-
     if plan is None:
         return logits
     anchors = torch.zeros_like(limits)  # which no head reads
-    return grow_in_graph(plan, anchors, limits, depth, steps)
+    return grow_in_graph(plan, anchors, limits, logits.shape[1], independent_steps(logits))

@@ -1,4 +1,4 @@
-"""Configurations of the drafters that continue from states of their own: EAGLE-3 and SpecBlock."""
+"""Configurations of the drafters that continue from states of their own: EAGLE-3, P-EAGLE and SpecBlock."""
 
 from __future__ import annotations
 
@@ -85,6 +85,33 @@ class Eagle3Config(UnrolledConfig):
             raise ValueError(
                 f"`reducer` is {self.reducer!r}, expected 'fc' or 'stream_mean' with `norm_before_fc` or `fc_norm`, "
                 "which norm what it projects."
+            )
+
+
+class PEagleConfig(Eagle3Config):
+    r"""Shape of a [`PEagleDrafter`] and of the target it reads: the fields of [`Eagle3Config`], of which a
+    `tree_width` has no effect, and a token.
+
+    Args:
+        num_hidden_layers: Four in published checkpoints.
+        max_blocks: How many tokens one round drafts.
+        mask_token_id: The token that stands for each draft that is not known yet.
+
+    Raises:
+        ValueError: If a field, or two together, have values that no drafter can have.
+    """
+
+    model_type = "peagle"
+
+    num_hidden_layers: int = within(4, 1, 2**10)
+    mask_token_id: int = within(0, 0, 2**24)
+
+    def check(self) -> None:
+        super().check()
+        if self.mask_token_id >= self.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` is {self.mask_token_id}, outside the vocabulary of {self.vocab_size} tokens. Pass "
+                "the id of a token that never occurs in text."
             )
 
 

@@ -82,6 +82,10 @@ class UnrolledNetwork(nn.Module):
         """Return the condition of a later block from the states `[..., config.hidden_size]` that it continues."""
         return states
 
+    def later_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the tokens that later blocks embed from those with which they continue."""
+        return ids
+
 
 class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
     """The base of drafters of entries. A subclass has [`_begin`] and, where they differ, [`condition`], [`_between`],
@@ -284,7 +288,9 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
         for start in range(0, residual.shape[1], _ENTRIES_AT_ONCE):
             self.flush_pending(target, [context])
             part = slice(start, start + _ENTRIES_AT_ONCE)
-            context.pending = residual[:, part], position_ids[:, part], next_ids[:, part]
+            new = residual[:, part], position_ids[:, part], next_ids[:, part]
+            kept = context.pending  # of a drafter whose last token stays pending
+            context.pending = new if kept is None else tuple(torch.cat(pair, dim=1) for pair in zip(kept, new))
         if residual.shape[1] > self.max_draft_tokens + 1:
             self.flush_pending(target, [context])
 

@@ -1,5 +1,7 @@
 """EAGLE-3's layouts: the flat ones of SafeAILab, SpecForge, AngelSlim, NVIDIA and DeepSpec, and speculators'.
 
+P-EAGLE's are the same with a mask token and a learned state: Amazon's and NeMo AutoModel's flat ones, speculators'.
+
 A flat config.json describes layers of Llama's kind; DeepSpec's describes Qwen3's. It has a `draft_vocab_size`, an
 architecture with EAGLE-3's name, or both. Most do not say which layers of the target the drafter reads. SafeAILab's
 drafter has one layer, called `midlayer`. Its `num_hidden_layers` may be a copy of the target's, so the tensors decide.
@@ -12,13 +14,14 @@ each id is one more than ours.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from ...drafters.unrolled.configuration import Eagle3Config
+from ...drafters.unrolled.configuration import Eagle3Config, PEagleConfig
 from .lines import EAGLE_IDS, NO_WINDOWS, ROPE, SOFT_CAP, eagle_config_ids, layer_ids, shape
 from .speculators import LAYERS, TARGET
-from .table import Entry, Fields, Given, Layout, same
+from .table import Entry, Fields, Given, Layout, same, section
 
 # Words in names of architectures whose layers are Llama's or Qwen3's.
 _LLAMAS = ("llama", "qwen", "phi", "eagle3draftmodel", "eagle3speculator")
@@ -92,6 +95,8 @@ def _rename(name: str) -> str | None:
     name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
     if name.startswith(("verifier_", "hc_head_")) or "rotary_emb" in name:
         return None
+    if name == "mask_hidden":
+        return f"{name}.weight"
     return f"fc_norms.{name.removeprefix('fc_norm.')}" if name.startswith("fc_norm.") else name
 
 
@@ -172,4 +177,55 @@ SPECULATORS = Layout(
     changes_drafts={"causal": (True,), "is_causal": (True,)},
     rename=_rename,
     complete=_complete,
+)
+
+
+# P-EAGLE
+
+_MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # as vLLM looks for them, the first one first
+
+
+def _is_peagle(fields: Fields) -> bool:
+    names = f"{_architecture(fields)} {fields.get('model_type')}".replace("_", "")
+    return "peagle" in names or any(fields.get(mark) for mark in ("parallel_drafting", *_MASKS[1:]))
+
+
+def _read_depth(given: Given) -> Fields:
+    """Return how many drafts it is made for, if that is said."""
+    methods = section(given.top, "speculators_config", given.name).get("proposal_methods")
+    depths = [method.get("speculative_tokens") for method in methods or () if isinstance(method, dict)]
+    return {"max_blocks": depths[0]} if depths and depths[0] is not None else {}
+
+
+def _complete_mask(config: PEagleConfig, tensors: dict[str, torch.Tensor], fields: Fields) -> None:
+    """Give the learned state the form of the target's: some write it as one row, others with one batch around that."""
+    _complete(config, tensors, fields)
+    mask, width = tensors.get("mask_hidden.weight"), config.target_hidden_size
+    if mask is not None and mask.numel() % width == 0:
+        tensors["mask_hidden.weight"] = mask.reshape(-1, width)
+
+
+PEAGLE_FLAT = replace(
+    FLAT,
+    fits=lambda fields: "speculators_model_type" not in fields and _is_peagle(fields),
+    config=PEagleConfig,
+    table=(
+        *FLAT.table,
+        same("mask_token_id", *_MASKS, is_needed=True),
+        Entry(("parallel_drafting",)),
+        Entry(("num_depths",), lambda given: {"max_blocks": given("num_depths")} if given("num_depths") else {}),
+    ),
+    ignores=(*FLAT.ignores, "down_sample_ratio", "down_sample_ratio_min"),
+    complete=_complete_mask,
+)
+PEAGLE_SPECULATORS = replace(
+    SPECULATORS,
+    fits=lambda fields: fields.get("speculators_model_type") == "peagle",
+    config=PEagleConfig,
+    table=(
+        *SPECULATORS.table,
+        same("mask_token_id", "mask_token_id", is_needed=True),
+        Entry((), _read_depth),
+    ),
+    complete=_complete_mask,
 )

@@ -105,7 +105,7 @@ def _rename(name: str) -> str | None:
 
 TARGET = Entry(("speculators_config",), _read_target, _write_method)
 LAYOUT = Layout(
-    fits=lambda fields: fields.get(_ALGORITHM, "eagle3") != "eagle3",
+    fits=lambda fields: fields.get(_ALGORITHM, "eagle3") not in ("eagle3", "peagle"),
     config=HyperDFlashConfig,
     table=(
         always("architectures", lambda config: [_ARCHITECTURES[_algorithm(config)]]),

@@ -126,6 +126,7 @@ class Layout:
     sections: Mapping[str, Collection[str] | None] = field(default_factory=dict)
     prefix: str = ""  # of fields at the top level that count more than any without
     defaults: Callable[[Fields], Fields] = lambda fields: {}  # what missing fields mean
+    of_target: tuple[str, ...] = ()  # fields that are the target's where they are missing
     changes_drafts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # with the values that do not
     ignores: Collection[str] = ()  # fields that change nothing in this layout
     is_sized_by_tensors: bool = False  # whether its config.json leaves sizes to its tensors, and says nothing else
@@ -141,8 +142,8 @@ class Layout:
         for place, known in self._places(fields, name):
             values |= {key: value for key, value in place.items() if key in known and value is not None}
         inner = {key: value for section in self.sections for key, value in (fields.get(section) or {}).items()}
-        layers = fields[self.layers_in] if self.layers_in else fields
-        given = Given(name, fields, {key: it for key, it in layers.items() if it is not None}, inner, values)
+        layers = fields[self.layers_in] if self.layers_in else {**self.defaults(fields), **_known(fields)}
+        given = Given(name, fields, _known(layers), inner, values)
         ours: Fields = {}
         for entry in self.table:
             ours |= entry.read(given)
@@ -151,6 +152,13 @@ class Layout:
             return cast(DrafterConfig, self.config(**ours))
         except ValueError as error:
             raise ValueError(f"config.json of {name}: {error}") from error
+
+    def complete_from_target(self, config: PreTrainedConfig, fields: Fields, target: PreTrainedConfig) -> None:
+        """Set what a config.json leaves to the target, by the target's configuration."""
+        own = target.get_text_config(decoder=True)
+        for name in self.of_target:
+            if name not in fields:
+                setattr(config, name, getattr(own, name))
 
     def write(self, config: PreTrainedConfig) -> Fields:
         """Return the config.json of a drafter."""
@@ -202,6 +210,10 @@ class Layout:
                     )
                 found[key] = value
         return found
+
+
+def _known(fields: Fields) -> Fields:
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def section(fields: Fields, key: str, name: str) -> Fields:

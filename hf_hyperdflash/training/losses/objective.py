@@ -293,7 +293,7 @@ def teacher_states(target: Target, residual: torch.Tensor, kl_teacher: str = "hc
 
 
 class UnrolledObjective(BlockObjective):
-    """The objective of an [`Eagle3Drafter`] or a [`SpecBlockDrafter`].
+    """The objective of an [`Eagle3Drafter`], a [`PEagleDrafter`] or a [`SpecBlockDrafter`].
 
     Every position of the text starts a first block. At anchors later blocks continue from a slot of the one before,
     drawn anew for every step of training, `config.max_blocks` in all, each with the text's own token.
@@ -316,7 +316,7 @@ class UnrolledObjective(BlockObjective):
         following = torch.cat([ids[:, 1:], ids[:, -1:]], dim=1)
         first = batch["steps"][:: self.config.block_size].to(ids.device)  # of each block, after the anchor
         at = (anchors.clamp(min=0).unsqueeze(-1) + first[1:]).clamp(max=ids.shape[1] - 1)
-        later = ids.gather(1, at.flatten(1)).view_as(at)
+        later = self.drafter.later_ids(ids.gather(1, at.flatten(1)).view_as(at))
         if not self.config.own_embedding:
             with torch.no_grad():
                 following, later = (self.target.embed(each) for each in (following, later))

@@ -49,6 +49,15 @@ _TABLE = {  # drafters and their targets, by method and layout
         "modal-labs/GLM-5.3-Flash-DFlash": _GLM,
         "incoai/GLM-5.3-Flash-DFlash2": _GLM,
     },
+    "JetSpec, z-lab": {
+        "JetSpec/jetspec-qwen3-8b": "Qwen/Qwen3-8B",
+        "JetSpec/jetspec-qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+        "JetSpec/jetspec-gpt-oss-20b": "openai/gpt-oss-20b",
+    },
+    "Domino, z-lab": {
+        "Huang2020/Qwen3-4B-Domino-b16": "Qwen/Qwen3-4B",
+        "Huang2020/Qwen3-8B-Domino-b16": "Qwen/Qwen3-8B",
+    },
     "DSpark, DeepSpec": {
         "deepseek-ai/dspark_qwen3_4b_block7": "Qwen/Qwen3-4B",
         "deepseek-ai/dspark_qwen3_8b_block7": "Qwen/Qwen3-8B",
@@ -88,7 +97,7 @@ PUBLISHED = tuple(
     PublishedDrafter(name, target, kind) for kind, pairs in _TABLE.items() for name, target in pairs.items()
 )
 _PUBLISHERS = sorted({drafter.name.partition("/")[0] for drafter in PUBLISHED})
-_METHODS = ("dflash", "dspark", "eagle", "hass", "medusa", "specblock", "speculator")  # in names of drafters
+_METHODS = ("dflash", "domino", "dspark", "eagle", "hass", "jetspec", "medusa", "specblock", "speculator")  # in names of drafters
 _MOST = 100  # that one question is answered with
 _FACTS: Any = ["safetensors", "lastModified", "tags"]
 _QUANTIZED = re.compile(r"[.-](i?q\d\w*|b?f16|f32)$")  # the end of a GGUF file's name

@@ -97,7 +97,17 @@ PUBLISHED = tuple(
     PublishedDrafter(name, target, kind) for kind, pairs in _TABLE.items() for name, target in pairs.items()
 )
 _PUBLISHERS = sorted({drafter.name.partition("/")[0] for drafter in PUBLISHED})
-_METHODS = ("dflash", "domino", "dspark", "eagle", "hass", "jetspec", "medusa", "specblock", "speculator")  # in names of drafters
+_METHODS = (
+    "dflash",
+    "domino",
+    "dspark",
+    "eagle",
+    "hass",
+    "jetspec",
+    "medusa",
+    "specblock",
+    "speculator",
+)  # in names of drafters
 _MOST = 100  # that one question is answered with
 _FACTS: Any = ["safetensors", "lastModified", "tags"]
 _QUANTIZED = re.compile(r"[.-](i?q\d\w*|b?f16|f32)$")  # the end of a GGUF file's name

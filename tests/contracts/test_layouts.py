@@ -150,7 +150,7 @@ OF_BLOCKS = {
 }  # fmt: skip
 OF_DOMINO = {
     **{name: value for name, value in OF_BLOCKS.items() if name != "shift_label"}, "heterogeneous_kv": True,
-    "fusion_mode": "flare", "use_embed_proj": False, "use_hidden_proj": True, "projector_type": "causal_v5",
+    "fusion_mode": "flare", "use_embed_proj": False, "use_hidden_proj": True,
 }  # fmt: skip
 OF_EAGLE3 = {
     "norm_output": False, "norm_before_fc": True, "is_causal": False, "causal": False, "use_rotary_pos_emb": False,

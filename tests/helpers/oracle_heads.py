@@ -63,8 +63,8 @@ def recurrent(weights: Weights) -> Step:
 
 
 def gru(weights: Weights) -> Step:
-    """Domino: s_k = GRU(e(x_{k-1}), s_{k-1}) as PyTorch defines it, the table times silu(W [h_k; s_k]); the first draft
-    stays the block's own."""
+    """Domino: s_k = GRU(e(x_{k-1}), s_{k-1}) as PyTorch defines it, the table times silu(W [h_k; s_k]); the first
+    draft stays the block's own."""
     s, count = np.zeros(weights["state_proj.weight"].shape[1]), 0
 
     def step(h: np.ndarray, token: int, embedded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,5 @@
-"""A second reading of DSpark, DFlash 2 and Domino in z-lab's, speculators' and DeepSpec's layout, beside `oracle_dflash.py`.
+"""A second reading of DSpark, DFlash 2 and Domino in z-lab's, speculators' and DeepSpec's layout, beside
+`oracle_dflash.py`.
 
 Tiny random checkpoints and what they draft, token by token, in plain float32 tensor maths; it shares nothing with the
 package. Facts are from the public repositories named; the code is ours.
@@ -34,8 +35,8 @@ src/speculators/models/dspark/)
 - z-lab: `architectures: ["DFlash2DraftModel"]`, the four sizes in `dflash_config` or at the top level. speculators: at
   the top level, 2, 16, 256 and 16 where they are not said; no truncated vocabulary.
 
-**Domino** (sgl-project/SpecForge specforge/modeling/draft/domino.py, configs/qwen3-8b-domino.json; NVIDIA-NeMo/Automodel
-components/speculative/dflash/{draft_qwen3,domino_core}.py; NVIDIA/Model-Optimizer
+**Domino** (sgl-project/SpecForge specforge/modeling/draft/domino.py, configs/qwen3-8b-domino.json;
+NVIDIA-NeMo/Automodel components/speculative/dflash/{draft_qwen3,domino_core}.py; NVIDIA/Model-Optimizer
 modelopt/torch/speculative/plugins/modeling_domino.py)
 - z-lab's file with `projector_type: "domino"`, `emb_dim`, `gru_hidden_dim`, `pure_draft_prefix_len` (0 where it is not
   said) and `shift_label` in `dflash_config`. `architectures` is `["DominoDraftModel"]` (SpecForge, for which that is
@@ -243,8 +244,8 @@ def write_domino(
     below: str = "",
     seed: int = 0,
 ) -> None:
-    """A random Domino drafter as SpecForge or NVIDIA write it, with its head's tensors `below` a module or not; `start`
-    is `pure_draft_prefix_len`."""
+    """A random Domino drafter as SpecForge or NVIDIA write it, with its head's tensors `below` a module or not;
+    `start` is `pure_draft_prefix_len`."""
     text, size = target.config.get_text_config(), 6
     inner = {"projector_type": "domino", "emb_dim": RANK, "gru_hidden_dim": size, "shift_label": shifted}
     inner |= {"mask_token_id": mask_token_id, "target_layer_ids": layer_ids}
@@ -318,7 +319,8 @@ def _domino(weights: Weights, hidden: Tensor, embedded: Tensor) -> Tensor:
     """What Domino adds to the logits of a state, after the embeddings of all tokens before, `[tokens, D]`."""
     names = ("weight_ih_l0", "weight_hh_l0")
     given = {name: weights[f"prefix_gru.{name}"] for name in names}
-    gru = torch.nn.GRU(embedded.shape[1], given[names[1]].shape[1], bias=False)
+    with torch.random.fork_rng(devices=[]):  # its first weights are drawn
+        gru = torch.nn.GRU(embedded.shape[1], given[names[1]].shape[1], bias=False)
     gru.load_state_dict(given)
     state = gru(embedded[:, None])[0][-1, 0]
     bottleneck = weights["embed_proj.0.weight"] @ torch.cat([hidden, state])

@@ -31,7 +31,7 @@ from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_target
 from . import oracle_dflash, oracle_eagle3, oracle_layouts, oracle_specblock
-from .families import deepseek_v4, gemma2, glm5_next, qwen3
+from .families import deepseek_v4, gemma2, gemma3, glm5_next, qwen3
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDINGS = -1_000_000  # what enters the target's first layer, as `target_layer_ids` calls it
@@ -448,7 +448,9 @@ LAYOUTS: dict[str, Layout] = {
     "z-lab flat": zlab(BOTH, nested=False, layer_ids=(0, 2)),
     "z-lab causal": zlab(is_causal=True),
     "JetSpec": zlab(layer_ids=(0, 2), nested=False, inner={"causal_head": True}),
-    "JetSpec by NVIDIA": zlab(layer_ids=(0, 2), inner={"causal": True}, outer={"architectures": ["Qwen3DFlashDraftModel"]}),
+    "JetSpec by NVIDIA": zlab(
+        layer_ids=(0, 2), inner={"causal": True}, outer={"architectures": ["Qwen3DFlashDraftModel"]}
+    ),
     "z-lab window": zlab(nested=False, layer_ids=(0, 2), sliding_window=6),
     "z-lab window, not causal": zlab(sliding_window=3, is_causal=False),
     "z-lab window, all causal": zlab(sliding_window=1, is_causal=True),
@@ -523,7 +525,7 @@ LAYOUTS: dict[str, Layout] = {
     "z-lab dflash2 flat": of_blocks(DFLASH2, BOTH, nested=False, top_k=5),
     "speculators dflash2": of_blocks(DFLASH2_SPECULATORS, BOTH, taps=3, group=8),
     "domino": of_blocks(DOMINO, ("z-lab",)),
-    "domino, not shifted": of_blocks(DOMINO, ("z-lab",), gemma2, shifted=False, start=2),
+    "domino, not shifted": of_blocks(DOMINO, ("z-lab",), gemma3, shifted=False, start=2),
     "domino by NVIDIA": of_blocks(DOMINO, ("z-lab",), start=None, architecture="Qwen3DFlashDraftModel"),
     "domino, early": of_blocks(DOMINO, ("z-lab",), below="logit_head."),
     # Engines hand a drafter the mean over the streams of each layer.

@@ -61,9 +61,10 @@ FIELDS = [
 
 @torch.no_grad()
 def naive_loss(target, drafter, documents, args, positions, progress=1.0):
-    """Eq. 3, DSpark's terms, Domino's two cross-entropies (SpecForge's `OnlineDominoModel`: (1 - lambda) of its head's
-    logits, lambda of the block's own) and JetSpec's mean over drafts (NVIDIA's `KDLoss`), position by position: every block drafted alone, every draft from its head's own step
-    after the text's token, acceptance token by token, and the target run on each document alone."""
+    """Eq. 3, DSpark's terms, Domino's two cross-entropies (SpecForge's `OnlineDominoModel`: 1 - lambda of its head's
+    logits, lambda of the block's own) and JetSpec's mean over drafts (NVIDIA's `KDLoss`), position by position: every
+    block drafted alone, every draft from its head's own step after the text's token, acceptance token by token, and
+    the target run on each document alone."""
     found, config = [], drafter.config
     drafts, size = config.max_draft_tokens, config.block_size
     for document in documents:
@@ -143,9 +144,9 @@ def test_the_loss_is_the_papers_of_blocks_drafted_alone(tmp_path, target, make, 
     documents[1]["loss_mask"][2:5] = [1, 1, 1]
     drafter = make(target)
     trainer = trainer_for(tmp_path, target, drafter, Dataset.from_list(documents), num_anchors=64, **settings)
-    for trainer.objective.progress in (1.0, 0.0, 0.2) if trainer.args.block_first else (1.0,):
+    for done in (1.0, 0.0, 0.2) if trainer.args.block_first else (1.0,):
+        trainer.objective.progress = done
         loss = trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list()))
-        done = trainer.objective.progress
         expected = naive_loss(target, drafter, documents, trainer.args, trainer.objective.kl_positions, done)
         assert loss.item() == pytest.approx(expected, rel=1e-4)
     with torch.no_grad():  # as it is judged

@@ -119,8 +119,8 @@ class HyperDFlashConfig(DrafterConfig):
             )
         if self.sequential_head == "gru" and self.head_start >= self.max_draft_tokens:
             raise ValueError(
-                f"`head_start` is {self.head_start}, expected less than the {self.max_draft_tokens} drafts of a block: "
-                "the head would correct none."
+                f"`head_start` is {self.head_start}, expected less than the {self.max_draft_tokens} drafts of a "
+                "block: the head would correct none."
             )
         if self.conv_kernel_size and not 2 <= self.conv_kernel_size <= self.block_size:
             raise ValueError(

@@ -4,7 +4,8 @@ A block gives a state h_k for each draft position, all at once and blind to each
 x_{k-1} chosen before it (the anchor, for the first) into a state z_k and a vector v_k, and the draft's logits are
 `LMHead(z_k) + table v_k`. One step is cheap beside the block; it is the same in training, over all blocks at once.
 
-Torch alone, so that a serving engine can import them. Modules are called as in DeepSpec's and z-lab's checkpoints, but for a GRU head's.
+Torch alone, so that a serving engine can import them. Modules are called as in DeepSpec's and z-lab's checkpoints, but
+for a GRU head's.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def _check_projector(given: Given) -> Fields:
         )
     if given("shift_label") and not _is_domino(given):
         raise ValueError(
-            f"`shift_label` of {given.name} is {given('shift_label')!r}, which is not supported without Domino's head: "
-            "expected False."
+            f"`shift_label` of {given.name} is {given('shift_label')!r}, which is not supported without Domino's "
+            "head: expected False."
         )
     return {}
 
@@ -156,8 +156,8 @@ _MORE = (
 
 
 def rename(name: str) -> str:
-    """PyPI's dflash saves the selector's tables with an end that it and others read them without, and early versions of
-    SpecForge its heads in a module."""
+    """PyPI's dflash saves the selector's tables with an end that it and others read them without; early versions of
+    SpecForge have heads in a module."""
     name = name.removeprefix("logit_head.").replace("_codebook.weight", "_codebook")
     return _DOMINO_TENSORS.get(name, name)
 

@@ -138,8 +138,8 @@ class BlockObjective:
         if self.block_first and config.draft_vocab_size:
             raise ValueError(
                 f"`block_first` is {self.block_first:g} and the drafter's `draft_vocab_size` "
-                f"{config.draft_vocab_size}, expected one of them to be 0: training has no loss for a block without its "
-                "head over a vocabulary of its own."
+                f"{config.draft_vocab_size}, expected one of them to be 0: training has no loss for a block without "
+                "its head over a vocabulary of its own."
             )
         self.kl_positions = (args.kl_positions or config.max_draft_tokens) if args.kl_weight else 0
         if self.kl_positions > config.max_draft_tokens:

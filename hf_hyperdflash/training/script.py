@@ -108,11 +108,6 @@ def check_flags(script: ScriptArguments, args: HyperDFlashTrainingArguments, out
     makes_confidence_head = "confidence_head" in own and (bool(script.drafter) or script.confidence_head)
     makes_head = bool(script.drafter) or script.sequential_head not in (None, "none")
     args.check_heads(makes_confidence_head, makes_head, makes_head)
-    if makes_head and args.block_first and script.draft_vocab_size:
-        raise ValueError(
-            f"`--draft_vocab_size` is {script.draft_vocab_size}, and training goes from the block to its head "
-            f"(`--block_first {args.block_first:g}`), which it does over all tokens: set one of them to 0."
-        )
     if script.streaming and args.max_steps <= 0:
         raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
     folder = Path(str(args.output_dir)).absolute()
@@ -188,9 +183,8 @@ def _choose_vocabulary(
     if head is not None and candidates is None:
         candidates = head.candidates_of(own.vocab_size, own.vocab_size)
     is_asked = script.draft_vocab_size is not None or script.drafter or script.streaming
-    # Training has no loss for a choice among candidates of a draft vocabulary, nor for a block without its head.
-    is_whole = bool(candidates or (head is not None and args.block_first))
-    if is_asked or is_whole or own.vocab_size <= _LAYER_WEIGHTS * layers * own.hidden_size:
+    # Training has no loss for a choice among candidates of a draft vocabulary.
+    if is_asked or candidates or own.vocab_size <= _LAYER_WEIGHTS * layers * own.hidden_size:
         return train
     length = args.max_length or min(MAX_LENGTH, getattr(own, "max_position_embeddings", MAX_LENGTH))
     how: dict[str, Any] = {"max_length": length, "vocab_size": own.vocab_size, "end_ids": end_ids_of(target)}

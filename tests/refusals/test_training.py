@@ -347,7 +347,6 @@ FLAGS = {
     "--blind_weight 0.5": ("blind_weight", "sequential_head"),
     "--block_first 0.5": ("block_first", "0.5", "sequential_head"),
     "--block_first -1": ("block_first", "-1", "at least 0"),
-    "--recipe domino --sequential_head gru --draft_vocab_size 9": ("draft_vocab_size", "9", "block_first"),
     "--causal_layers some": ("causal_layers", "'some'", "none", "all"),
     "--dataset nowhere.jsonl": ("nowhere.jsonl",),
     f"{ON} --draft_vocab_size 0": ("--draft_vocab_size 0", "--drafter"),
@@ -435,9 +434,6 @@ TRAINER = {
     "more positions than a block": (dict(kl_positions=7), ("kl_positions", "7")),
     "no confidence head": (dict(confidence_weight=1.0), ("confidence_weight", "1.0", "confidence_head")),
     "no head to go over to": (dict(block_first=0.5), ("block_first", "0.5", "sequential_head")),
-    "a block of some": (
-        dict(drafter=tiny(draft_vocab_size=8, sequential_head="markov", head_rank=4), recipe="domino"),
-        ("draft_vocab_size", "8", "block_first", "1")),
     "no candidates": (dict(blind_weight=1.0), ("blind_weight", "1.0", "head_candidates")),
     "candidates of some": (dict(drafter=tiny(**CHOOSES)), ("draft_vocab_size", "8", "head_candidates", "4")),
     "a stream to cache": (dict(data=STREAMED, feature_source="cached"), ("cached", "streaming")),

@@ -190,16 +190,22 @@ def drafter_loss(
         )
         if blind is not None:
             weights = terms.blind_weight * chunk_scale / unit
-            block_states = blind.detach()[block, draft].requires_grad_("blind" in gradients)
+            of_states = {"states": blind.detach()[block, draft]}
+            if drafted.vectors is None and head.table is not None:  # the drafter's own LM head
+                of_states["table"] = head.table.detach()
+            for each in of_states.values():
+                each.requires_grad_("blind" in gradients)
             block_targets = Targets(targets.labels, None, weights, chunk_kl_scale[:0], None)
             best = head.candidates or 1
-            of_block = chunk_loss({"states": block_states}, block_targets, head.lm_head, 1.0, best=best)
+            of_block = chunk_loss(of_states, block_targets, head.lm_head, 1.0, best=best)
             blind_cross_entropy = blind_cross_entropy + (of_block.cross_entropy.to(unit) * chunk_scale).sum()
             if head.candidates:
                 targets = targets._replace(candidates=of_block.predictions)
             if "blind" in gradients:
                 gradients["blind"][block, draft] = of_block.gradients[0]
-            del of_block
+                if "table" in of_states:
+                    gradients["table"] += of_block.gradients[1]
+            del of_block, of_states
         inputs = {
             name: source.detach() if name == "table" else source.detach()[block, draft]
             for name, source in sources.items()

@@ -133,14 +133,7 @@ class BlockObjective:
         self.layer_ids = layers_needed(drafter, target)
         self.streams_read = slice(len(config.target_layer_ids or ()) * target.streams)  # of them by the drafter
         self.selects_candidates = config.sequential_head in HEADS and bool(config.head_candidates)
-        has_head = config.sequential_head in HEADS
-        self.block_first = (args.block_first or 0.0) if has_head else 0.0
-        if self.block_first and config.draft_vocab_size:
-            raise ValueError(
-                f"`block_first` is {self.block_first:g} and the drafter's `draft_vocab_size` "
-                f"{config.draft_vocab_size}, expected one of them to be 0: training has no loss for a block without "
-                "its head over a vocabulary of its own."
-            )
+        self.block_first = (args.block_first or 0.0) if config.sequential_head in HEADS else 0.0
         self.kl_positions = (args.kl_positions or config.max_draft_tokens) if args.kl_weight else 0
         if self.kl_positions > config.max_draft_tokens:
             raise ValueError(
@@ -264,6 +257,7 @@ class BlockObjective:
         states, vectors, confidence, blind, _ = (None if part is None else part.flatten(0, 1) for part in drafted)
         head = self.draft_head(table)
         if head.draft_ids is not None and vectors is not None:  # its own LM head and its head's table are one table
+            blind = None if blind is None else torch.cat([blind, torch.zeros_like(vectors, dtype=blind.dtype)], dim=-1)
             states, vectors = torch.cat([cast(torch.Tensor, states), vectors.to(states)], dim=-1), None
         teacher = None
         if teacher_positions:

@@ -75,6 +75,8 @@ def _meaning(config: HyperDFlashConfig) -> dict[str, Any]:
     told |= {"layer_types": config.kinds, "window_from": config.window_from} if slides else {}
     candidates = config.head_candidates or config.draft_vocab_size or config.vocab_size
     told |= {"head_rank": config.head_rank, "head_candidates": candidates} if has_head else {}
+    if config.sequential_head == "gru":
+        told |= {"head_state_size": config.head_state_size, "head_start": config.head_start}
     told |= {"conv_group_size": config.conv_group_size} if config.conv_kernel_size else {}
     told |= {"confidence_temperatures": config.confidence_temperatures} if config.confidence_head else {}
     reads_token = config.confidence_head and has_head
@@ -156,6 +158,7 @@ def export_dflash(
                 )
             tensors[f"{name}.weight"] = weight[: config.vocab_size].detach().cpu().clone()
     fields = {**layout.write(config), "dtype": str(drafter.dtype).removeprefix("torch.")}
+    tensors = {layout.tensor_name(name): tensor for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     try:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -72,7 +72,7 @@ KINDS = (
             "hub.layouts.muse.LAYOUT", "hub.layouts.speculators.LAYOUT", "hub.layouts.zlab.DEEPSPEC",
             "hub.layouts.zlab.LAYOUT",
         ),
-        known_as=("DFlash", "DFlash 2", "DSpark"),
+        known_as=("DFlash", "DFlash 2", "DSpark", "Domino", "JetSpec"),
         writes={
             "z-lab": "hub.layouts.zlab.LAYOUT",
             "speculators": "hub.layouts.speculators.LAYOUT",
@@ -80,7 +80,8 @@ KINDS = (
         },
         trains=True,
         train_flags=(
-            "sliding_window", "mask_token_id", "num_draft_tokens", "sample_from_anchor", "conv_kernel_size",
+            "sliding_window", "mask_token_id", "num_draft_tokens", "sample_from_anchor", "causal_layers",
+            "conv_kernel_size",
             "sequential_head", "head_rank", "head_candidates", "confidence_head",
         ),
     ),

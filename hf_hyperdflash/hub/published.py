@@ -53,6 +53,15 @@ _TABLE = {  # drafters and their targets, by method and layout
         "modal-labs/GLM-5.3-Flash-DFlash": _GLM,
         "incoai/GLM-5.3-Flash-DFlash2": _GLM,
     },
+    "JetSpec, z-lab": {
+        "JetSpec/jetspec-qwen3-8b": "Qwen/Qwen3-8B",
+        "JetSpec/jetspec-qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+        "JetSpec/jetspec-gpt-oss-20b": "openai/gpt-oss-20b",
+    },
+    "Domino, z-lab": {
+        "Huang2020/Qwen3-4B-Domino-b16": "Qwen/Qwen3-4B",
+        "Huang2020/Qwen3-8B-Domino-b16": "Qwen/Qwen3-8B",
+    },
     "DSpark, DeepSpec": {
         "deepseek-ai/dspark_qwen3_4b_block7": "Qwen/Qwen3-4B",
         "deepseek-ai/dspark_qwen3_8b_block7": "Qwen/Qwen3-8B",
@@ -103,7 +112,9 @@ _FASTEST_FIRST = (
     "MTP", "Medusa",
 )  # fmt: skip
 # In names of drafters.
-_METHODS = ("assistant", "dflash", "dspark", "eagle", "hass", "medusa", "specblock", "speculator")
+_METHODS = (
+    "assistant", "dflash", "domino", "dspark", "eagle", "hass", "jetspec", "medusa", "specblock", "speculator",
+)  # fmt: skip
 _MOST = 100  # that one question is answered with
 _FACTS: Any = ["safetensors", "lastModified", "tags"]
 _QUANTIZED = re.compile(r"[.-](i?q\d\w*|b?f16|f32)$")  # the end of a GGUF file's name

@@ -23,8 +23,8 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
     Args:
         recipe: The entry of [`RECIPES`] that sets the fields of the loss: `"hyperdflash"`, the paper's, cross-entropy
             and KL; `"dspark"`, DSpark's, total variation with a little cross-entropy; `"ours"`, which measured best;
-            `"eagle3"` and `"specblock"`, these papers'. It sets those of the fields up to `valid_prefix` that are left
-            out, and they have its values afterwards.
+            `"eagle3"`, `"specblock"`, `"domino"` and `"jetspec"`, these papers'. It sets those of the fields up to
+            `kl_by_token` that are left out, and they have its values afterwards.
         ce_weight: Weight of the cross-entropy, 0 or more.
         kl_weight: Weight alpha of the distillation term (Eq. 3), 0 or more (the paper: 0.1 to 0.2).
         kl_positions: P, the number of first draft positions that are distilled (Eq. 2); `None` afterwards if the
@@ -35,12 +35,16 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
             and a recipe's weight has no effect on a drafter without it.
         blind_weight: Weight of the cross-entropy of the block's own logits, 0 or more. They choose a head's candidates
             (`head_candidates`), and no other term trains them. It has no effect without such a head.
+        block_first: The part of training, 0 or more, in which the cross-entropy's weight goes step by step from the
+            block's own logits to those of its sequential head (Domino). It has no effect without a head.
         loss_decay: All terms but the KL weight draft position k with exp(-(k - 1) / loss_decay). `math.inf` gives
             equal weights, and is `None` afterwards. EAGLE-3 and SpecBlock drafters weight the KL so, too, and start
             again with each block.
         rank_weight: Weight of a rank head's loss, 0 or more. It trains only that head.
         valid_prefix: Whether a draft counts only if the drafts before it in its block equal the text (SpecBlock). In
             generation the others would not be reached.
+        kl_by_token: Whether the KL is the mean over all drafts, and not over positions (Eq. 2): the two differ where
+            blocks are cut off. `loss_decay` then weights it, too.
         kl_temperature: Temperature of teacher and student (Eq. 2).
         kl_teacher: How the teacher collapses the residual streams: `"hc_head"`, the target's own gated collapse and so
             its exact next-token distribution, or `"mean_pool"`, the mean of the streams as in the paper (section 2.3).
@@ -125,7 +129,7 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
                     f"install it, or choose {', '.join(sorted(['none', *installed]))}."
                 )
 
-    def check_heads(self, confidence_head: bool, chooses_candidates: bool) -> None:
+    def check_heads(self, confidence_head: bool, chooses_candidates: bool, sequential_head: bool) -> None:
         """Raise a `ValueError` if a user set the weight of a term that trains what a drafter does not have."""
         if self.confidence_weight and "confidence_weight" in self.set_by_user and not confidence_head:
             raise ValueError(
@@ -137,4 +141,9 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
                 f"`blind_weight` is {self.blind_weight}, but the drafter has no head that chooses among candidates: "
                 "leave it out, or make the drafter with `head_candidates` and a `sequential_head` "
                 "(`--sequential_head`)."
+            )
+        if self.block_first and "block_first" in self.set_by_user and not sequential_head:
+            raise ValueError(
+                f"`block_first` is {self.block_first}, but the drafter has no sequential head to go over to: leave it "
+                "out, or make the drafter with a `sequential_head` (`--sequential_head`)."
             )

@@ -42,7 +42,7 @@ _LEAST = {  # of whole numbers
     "intermediate_size": 1, "draft_vocab_size": 0, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1, "check": 0,
     "batch_size": 1, "concurrency": 1,
 }  # fmt: skip
-_NOT_NEGATIVE = (*LOSS_WEIGHTS, "rank_weight", "learning_rate", "weight_decay")
+_NOT_NEGATIVE = (*LOSS_WEIGHTS, "rank_weight", "block_first", "learning_rate", "weight_decay")
 _POSITIVE = ("kl_temperature", "loss_decay", "num_train_epochs", "save_steps", "feature_gigabytes")
 _BELOW_1 = ("adam_beta1", "adam_beta2")
 
@@ -77,7 +77,8 @@ def check_fields(given: TrainingFlags | ScriptArguments | FeatureFlags, dashes: 
 # Complete settings of the loss. A recipe sets the fields that the user did not set.
 _PAPER: dict[str, float | None] = {
     "ce_weight": 1.0, "kl_weight": 0.15, "kl_positions": 2, "tv_weight": 0.0, "confidence_weight": 1.0,
-    "blind_weight": 0.1, "loss_decay": None, "rank_weight": 1.0, "valid_prefix": False,
+    "blind_weight": 0.1, "loss_decay": None, "rank_weight": 1.0, "valid_prefix": False, "block_first": 0.0,
+    "kl_by_token": False,
 }  # fmt: skip
 # EAGLE-3's paper's: distillation alone, 0.8 of the weight with each further step
 _DISTILLED = {**_PAPER, "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "loss_decay": 4.48}
@@ -88,6 +89,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "ours": {**_PAPER, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 1.0, "loss_decay": 4.0},
     "eagle3": _DISTILLED,
     "specblock": {**_DISTILLED, "valid_prefix": True},  # its paper's
+    # SpecForge's and NVIDIA's settings: the base's weight falls from 1 to 0 over all of training
+    "domino": {**_PAPER, "kl_weight": 0.0, "loss_decay": 7.0, "block_first": 1.0},
+    # its paper's (Eq. 9): the mean over all drafts, all of the same weight
+    "jetspec": {**_PAPER, "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "kl_by_token": True},
 }
 
 
@@ -99,7 +104,8 @@ class TrainingFlags:
     remove_unused_columns: bool = _flag(False, "The trainer needs the loss mask and positions: leave it off.")
     recipe: str = _flag(
         "hyperdflash",
-        "The loss where nothing else is said: hyperdflash (the paper's), dspark, ours, eagle3, specblock.",
+        "The loss where nothing else is said: hyperdflash (the paper's), dspark, ours, eagle3, specblock, domino, "
+        "jetspec.",
         choices=tuple(RECIPES),
     )
     ce_weight: float | None = _flag(None, "Weight of the cross-entropy, 0 or more; unset for the recipe's.")
@@ -123,6 +129,14 @@ class TrainingFlags:
     rank_weight: float | None = _flag(None, "Weight of a rank head's loss, 0 or more; unset for the recipe's.")
     valid_prefix: bool | None = _flag(
         None, "Let a draft count only where those before it are right; unset for the recipe's."
+    )
+    block_first: float | None = _flag(
+        None,
+        "Go from the block's own cross-entropy to its head's in this part of training, 0 or more; unset for the "
+        "recipe's.",
+    )
+    kl_by_token: bool | None = _flag(
+        None, "Distil by the mean over drafts, and not over positions; unset for the recipe's."
     )
     kl_temperature: float = _flag(1.0, "Temperature of the distillation (Eq. 2).")
     kl_teacher: str = _flag("hc_head", "hc_head (exact) or mean_pool (the paper's)", choices=("hc_head", "mean_pool"))
@@ -201,13 +215,18 @@ class ScriptArguments:
     sample_from_anchor: bool = _flag(False, "let the anchor's slot of a new drafter draft, too, as DSpark's does")
     sequential_head: str | None = _flag(
         None,
-        "what lets each draft know the one before it: markov, gated_markov, recurrent, selector or state; unset for "
-        "none, or the one that `--drafter` has",
-        choices=("none", "markov", "gated_markov", "recurrent", "selector", "state"),
+        "what lets each draft know the one before it: markov, gated_markov, recurrent, gru, selector or state; unset "
+        "for none, or the one that `--drafter` has",
+        choices=("none", "markov", "gated_markov", "recurrent", "gru", "selector", "state"),
     )
     head_rank: int | None = _flag(None, "width of that head; unset for 256")
     head_candidates: int | None = _flag(
         None, "the block's best tokens that it chooses among, 0 for all; unset for the head's own number"
+    )
+    causal_layers: str = _flag(
+        "none",
+        "layers of a new drafter in which slots see no later ones of their block: none, sliding, or all (JetSpec's)",
+        choices=("none", "sliding", "all"),
     )
     conv_kernel_size: int | None = _flag(None, "taps of convolutions in a new drafter's layers; unset for none")
     confidence_head: bool = _flag(False, "let the drafter say how probable each draft's acceptance is")

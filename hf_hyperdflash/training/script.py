@@ -107,7 +107,7 @@ def check_flags(script: ScriptArguments, args: HyperDFlashTrainingArguments, out
         )
     makes_confidence_head = "confidence_head" in own and (bool(script.drafter) or script.confidence_head)
     makes_head = bool(script.drafter) or script.sequential_head not in (None, "none")
-    args.check_heads(makes_confidence_head, makes_head)
+    args.check_heads(makes_confidence_head, makes_head, makes_head)
     if script.streaming and args.max_steps <= 0:
         raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
     folder = Path(str(args.output_dir)).absolute()

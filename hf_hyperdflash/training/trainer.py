@@ -256,6 +256,7 @@ class HyperDFlashTrainer(Trainer):
     ) -> tuple[list[Batch], torch.Tensor | None]:
         """Return the micro-batches of one optimizer step with anchors and labels, and the divisors of their loss."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.objective.progress = self.state.global_step / max(self.state.max_steps, 1)
         for batch in batches:
             self.objective.add_anchors(batch, self.state.global_step)
         self._terms[-1] += 1
@@ -310,7 +311,7 @@ class HyperDFlashTrainer(Trainer):
             in_use = {
                 "tv": self.objective.trains_acceptance,
                 "confidence": self.drafter_config.confidence_head,
-                "blind": self.objective.selects_candidates,
+                "blind": self.objective.selects_candidates or bool(self.objective.block_first),
                 "rank": getattr(self.drafter_config, "rank_head", False),
             }
             logs |= {name: mean for name, mean in zip(TERMS, means.tolist()) if in_use.get(name, True)}
@@ -641,7 +642,7 @@ def _check_trainable(
 ) -> None:
     """Refuse settings that do not fit the drafter, and weights that are not finite, which would look like
     divergence."""
-    args.check_heads(config.confidence_head, bool(config.head_candidates))
+    args.check_heads(config.confidence_head, bool(config.head_candidates), config.sequential_head != "none")
     if is_deepspeed_zero3_enabled() and (config.draft_vocab_size or config.sequential_head not in ("none", "state")):
         raise ValueError(
             f"The drafter's `sequential_head` is {config.sequential_head!r} and its `draft_vocab_size` "

@@ -85,6 +85,8 @@ KINDS = {
     "dspark": of_family(families.qwen3, lambda target: headed(target, "markov", **READ)),
     "state head": of_family(families.llama, lambda target: headed(target, "state", confidence_head=True, **READ)),
     "dflash2": of_family(families.gemma3, lambda target: headed(target, "selector", head_candidates=5, **READ)),
+    "domino": of_family(families.qwen3, lambda target: headed(target, "gru", sample_from_anchor=True, **READ)),
+    "jetspec": of_family(families.llama, lambda target: tiny_drafter(target, causal_layers="all", **READ)),
     "eagle3": of_family(families.qwen3, lambda target: unrolled("eagle3", target, max_blocks=5)),
     "peagle": of_family(families.qwen3, lambda target: unrolled("peagle", target, max_blocks=5, num_hidden_layers=2)),
     "specblock": of_family(families.qwen3, lambda target: unrolled("specblock", target, block_size=3, max_blocks=2)),
@@ -304,6 +306,8 @@ LAWS = {
 }
 MORE_LAWS = {
     "selector": of_eight(families.llama, lambda target: headed(target, "selector", head_candidates=3, **READ)),
+    "domino": of_eight(families.qwen3, lambda target: headed(target, "gru", **READ)),
+    "jetspec": of_eight(families.llama, lambda target: tiny_drafter(target, causal_layers="all", **READ)),
     "medusa": of_eight(families.qwen3, lambda target: medusa(vocab_size=8)),
     "normed embedding": of_eight(
         lambda: families.muse_glimmer(vocab_size=8), lambda target: tiny_drafter(target, **READ)

@@ -152,6 +152,10 @@ OF_BLOCKS = {
     "shift_label": True, "attention_sink_bias": True, "add_swa_attention_sink_bias": True, "is_neox_style": False,
     "rope_is_neox_style": False, "use_aux_hidden_state": False,
 }  # fmt: skip
+OF_DOMINO = {
+    **{name: value for name, value in OF_BLOCKS.items() if name != "shift_label"}, "heterogeneous_kv": True,
+    "fusion_mode": "flare", "use_embed_proj": False, "use_hidden_proj": True,
+}  # fmt: skip
 OF_EAGLE3 = {
     "norm_output": False, "norm_before_fc": True, "is_causal": False, "causal": False, "use_rotary_pos_emb": False,
     "use_aux_hidden_state": False, "use_last_layernorm": False, "use_mtp_layernorm": True, "mask_token_id": 5,
@@ -162,6 +166,7 @@ OF_EAGLE3 = {
 OF_PEAGLE = ("ptd_token_id", "parallel_drafting")
 CHANGES_DRAFTS = {
     **{name: {**OF_ANY, **OF_BLOCKS} for name in ("z-lab", "deepspec", "specforge", "z-lab dflash2")},
+    "domino": {**OF_ANY, **OF_DOMINO},
     **{name: OF_ANY for name in ("speculators", "speculators dspark", "Muse-Glimmer's")},
     **{name: without({**OF_ANY, **OF_EAGLE3}, *OF_PEAGLE) for name in ("safeailab", "deepspec eagle3")},
     "Amazon's P-EAGLE": without({**OF_ANY, **OF_EAGLE3}, *OF_PEAGLE, "mask_token_id"),

@@ -170,7 +170,7 @@ def test_a_confidence_judges_drafts_and_does_not_shape_them(kind):
 def test_what_the_head_chose_is_what_the_block_alone_would_not_draft(kind, budget):
     """Of each draft, and of each token of a text."""
     target, told = tiny_target(layer_types=["sliding_attention"] * 2, vocab_size=6), []
-    drafter = headed(target, kind)
+    drafter = headed(target, kind, head_state_size=7)  # of a "gru" head that chooses otherwise
     for parameter in drafter.head.parameters():
         parameter.data.mul_(2)
     for seed in range(4):

@@ -18,7 +18,14 @@ from .oracle_heads import EPSILON
 
 
 def headed(target: Any, kind: str, **fields: Any) -> HyperDFlashDrafter:
-    fields = {"head_rank": 5, "rms_norm_eps": EPSILON, "num_hidden_layers": 1, "head_dim": 16, **fields}
+    fields = {
+        "head_rank": 5,
+        "head_state_size": 6,
+        "rms_norm_eps": EPSILON,
+        "num_hidden_layers": 1,
+        "head_dim": 16,
+        **fields,
+    }
     return learned(tiny_drafter(target, sequential_head=kind, **fields))
 
 

@@ -42,6 +42,11 @@ speculative/dflash_utils.py, vllm-project/vllm vllm/model_executor/models/qwen3_
   away and is causal within the block, unless `is_causal` says otherwise, which then holds for all layers (model.py at
   10129599; vLLM's `_dflash_layer_causal`, which also heeds `dflash_config.causal`). The first version (model/dflash.py
   at a3516f8c) was never causal.
+- JetSpec (hao-ai-lab/JetSpec jetspec/models/draft_head.py `_build_dflash_causal_attention_mask`,
+  jetspec/draft_head_adapter.py): DFlash's file with `dflash_config.causal_head`: a slot of any layer sees the context
+  and the slots up to its own. Anchor and mask tokens are its input, slots 1.. draft, and all nodes of a depth of its
+  tree have that slot's logits, whatever their path (jetspec/tree/baselines/accum_logp.py). NVIDIA-NeMo/Automodel
+  (recipes/llm/train_jetspec.py) writes `dflash_config.causal`, which vLLM reads.
 
 **speculators** (github.com/vllm-project/speculators; vllm-project/vllm vllm/transformers_utils/configs/speculators)
 - Layer id i is hidden_states[i] (converter.py and test_dflash_converter.py: z-lab's ids + 1; vLLM's algos.py passes
@@ -69,8 +74,8 @@ speculative/dflash_utils.py, vllm-project/vllm vllm/model_executor/models/qwen3_
 hidden_states[-1], which is post-norm, while vLLM and SGLang take the residual stream; no released drafter was seen to
 use it. A still newer speculators config ("Open Spec Config": flat, `open_spec_config_version`, `speculative_config`
 with `target_layer_ids` and `target_layer_start_idx`, id + 1 - start being the one above) is not written here. Neither
-are Domino, separate mask embeddings and attention sinks. DFlash 2's convolutions are here, where the layers are; the
-heads of DFlash 2 and DSpark, and DeepSpec's layout, are in `oracle_layouts.py`.
+are separate mask embeddings and attention sinks. DFlash 2's convolutions are here, where the layers are; the heads of
+DFlash 2, DSpark and Domino, and DeepSpec's layout, are in `oracle_layouts.py`.
 """
 
 from __future__ import annotations
@@ -342,7 +347,7 @@ def read_zlab(folder: str | Path) -> Drafter:
     sliding = _sliding(config)
     explicit = config.get("is_causal")
     if explicit is None:
-        explicit = config.get("dflash_config", {}).get("causal")
+        explicit = config.get("dflash_config", {}).get("causal", config.get("dflash_config", {}).get("causal_head"))
     window = _zlab_value(config, "swa_window_size", config.get("sliding_window"))
     is_said = bool(config.get("layer_types")) and "sliding_attention" in config["layer_types"]
     return Drafter(

@@ -62,6 +62,23 @@ def recurrent(weights: Weights) -> Step:
     return step
 
 
+def gru(weights: Weights) -> Step:
+    """Domino: s_k = GRU(e(x_{k-1}), s_{k-1}) as PyTorch defines it, the table times silu(W [h_k; s_k]); the first
+    draft stays the block's own."""
+    s, count = np.zeros(weights["state_proj.weight"].shape[1]), 0
+
+    def step(h: np.ndarray, token: int, embedded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        nonlocal s, count
+        xr, xz, xn = np.split(each(weights["input_proj.weight"], embedded), 3)
+        sr, sz, sn = np.split(each(weights["state_proj.weight"], s), 3)
+        r, z = sigmoid(xr + sr), sigmoid(xz + sz)
+        s, count = (1 - z) * np.tanh(xn + r * sn) + z * s, count + 1
+        v = each(weights["hidden_proj.weight"], np.concatenate([h, s]))
+        return h, each(weights["out_proj.weight"], v * sigmoid(v)) * (count > 1)
+
+    return step
+
+
 def selector(weights: Weights) -> Step:
     """DFlash 2: score(b) = U_k(b) + <A[x_{k-1}] * (P h_k), B[b]>."""
 
@@ -90,6 +107,7 @@ ORACLES: dict[str, Callable[[Weights], Step]] = {
     "markov": markov,
     "gated_markov": gated_markov,
     "recurrent": recurrent,
+    "gru": gru,
     "selector": selector,
     "state": state,
 }
@@ -115,7 +133,7 @@ def logits(
 
 def remembered(kind: str, weights: Weights, token: int, embedded: np.ndarray) -> np.ndarray:
     """What a confidence reads of the token before."""
-    if kind == "state":
+    if kind in ("gru", "state"):
         return normed(embedded)
     return weights["predecessor_codebook" if kind == "selector" else "markov_w1.weight"][token]
 

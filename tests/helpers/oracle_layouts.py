@@ -1,4 +1,5 @@
-"""A second reading of DSpark and DFlash 2 in z-lab's, speculators' and DeepSpec's layout, beside `oracle_dflash.py`.
+"""A second reading of DSpark, DFlash 2 and Domino in z-lab's, speculators' and DeepSpec's layout, beside
+`oracle_dflash.py`.
 
 Tiny random checkpoints and what they draft, token by token, in plain float32 tensor maths; it shares nothing with the
 package. Facts are from the public repositories named; the code is ours.
@@ -33,6 +34,20 @@ src/speculators/models/dspark/)
 - At temperature T > 0 the token is drawn from softmax(score / T) of the candidates.
 - z-lab: `architectures: ["DFlash2DraftModel"]`, the four sizes in `dflash_config` or at the top level. speculators: at
   the top level, 2, 16, 256 and 16 where they are not said; no truncated vocabulary.
+
+**Domino** (sgl-project/SpecForge specforge/modeling/draft/domino.py, configs/qwen3-8b-domino.json;
+NVIDIA-NeMo/Automodel components/speculative/dflash/{draft_qwen3,domino_core}.py; NVIDIA/Model-Optimizer
+modelopt/torch/speculative/plugins/modeling_domino.py)
+- z-lab's file with `projector_type: "domino"`, `emb_dim`, `gru_hidden_dim`, `pure_draft_prefix_len` (0 where it is not
+  said) and `shift_label` in `dflash_config`. `architectures` is `["DominoDraftModel"]` (SpecForge, for which that is
+  enough) or a DFlash one's. With `shift_label` slot k drafts the token a+k+1, without it the token a+k.
+- A GRU of one layer without biases, `prefix_gru.weight_ih_l0 [3 S, D]` and `weight_hh_l0 [3 S, S]`, reads the target's
+  embeddings of the anchor and of the drafts before, from a state of zeros. Logits of a draft: LMHead(h) + W2 silu(W1
+  [h; state after the token before]), `embed_proj.0.weight [r, D + S]`, `embed_proj.2.weight [vocab, r]`. The first
+  `pure_draft_prefix_len` drafts are LMHead(h) alone, but the GRU reads them.
+- Early checkpoints have these tensors below `logit_head.`.
+- SpecForge's own loop verifies block_size - 1 drafts of a shifted block; all block_size slots are trained, and
+  vllm-ascend drafts with all.
 """
 
 from __future__ import annotations
@@ -216,6 +231,34 @@ def write_dflash2(
     base.save(folder, config, weights | _dflash2_tensors(target, taps, group, seed))
 
 
+def write_domino(
+    folder: str | Path,
+    target: Target,
+    *,
+    layer_ids: list[int],
+    block_size: int,
+    mask_token_id: int,
+    shifted: bool = True,
+    start: int | None = 1,
+    architecture: str = "DominoDraftModel",
+    below: str = "",
+    seed: int = 0,
+) -> None:
+    """A random Domino drafter as SpecForge or NVIDIA write it, with its head's tensors `below` a module or not;
+    `start` is `pure_draft_prefix_len`."""
+    text, size = target.config.get_text_config(), 6
+    inner = {"projector_type": "domino", "emb_dim": RANK, "gru_hidden_dim": size, "shift_label": shifted}
+    inner |= {"mask_token_id": mask_token_id, "target_layer_ids": layer_ids}
+    config = base.layer_config(target, LAYERS, None) | {"rope_scaling": None, "rope_theta": THETA, "emb_dim": RANK}
+    config |= {"auto_map": {"AutoModel": "domino.DominoDraftModel"}, "num_target_layers": text.num_hidden_layers}
+    config |= {"architectures": [architecture], "block_size": block_size}
+    config["dflash_config"] = inner | ({} if start is None else {"pure_draft_prefix_len": start})
+    shapes = {"prefix_gru.weight_ih_l0": (3 * size, text.hidden_size), "prefix_gru.weight_hh_l0": (3 * size, size)}
+    shapes |= {"embed_proj.0.weight": (RANK, text.hidden_size + size), "embed_proj.2.weight": (text.vocab_size, RANK)}
+    heads = {f"{below}{name}": tensor for name, tensor in _random(shapes, seed).items()}
+    base.save(folder, config, base.random_body(text.hidden_size, len(layer_ids), LAYERS, seed) | heads)
+
+
 # --- Reading --------------------------------------------------------------------------------------------------------
 
 
@@ -238,7 +281,8 @@ def _read_deepspec(folder: str | Path) -> Drafter:
 def read_any(folder: str | Path, config: dict[str, Any]) -> Drafter:
     if "speculators_model_type" in config:
         return base.read_speculators(folder)
-    if config.get("dflash_config", {}).get("projector_type") == "dspark":
+    inner = config.get("dflash_config", {})
+    if inner.get("projector_type") == "dspark" or inner.get("shift_label"):
         return replace(base.read_zlab(folder), first=0)
     return _read_deepspec(folder) if "Qwen3DSparkModel" in config["architectures"] else base.read_zlab(folder)
 
@@ -271,6 +315,18 @@ def _selected(weights: Weights, hidden: Tensor, before: int, unary: Tensor, top_
     return scores
 
 
+def _domino(weights: Weights, hidden: Tensor, embedded: Tensor) -> Tensor:
+    """What Domino adds to the logits of a state, after the embeddings of all tokens before, `[tokens, D]`."""
+    names = ("weight_ih_l0", "weight_hh_l0")
+    given = {name: weights[f"prefix_gru.{name}"] for name in names}
+    with torch.random.fork_rng(devices=[]):  # its first weights are drawn
+        gru = torch.nn.GRU(embedded.shape[1], given[names[1]].shape[1], bias=False)
+    gru.load_state_dict(given)
+    state = gru(embedded[:, None])[0][-1, 0]
+    bottleneck = weights["embed_proj.0.weight"] @ torch.cat([hidden, state])
+    return weights["embed_proj.2.weight"] @ (bottleneck * torch.sigmoid(bottleneck))
+
+
 @torch.no_grad()
 def draft(folder: str | Path, target: Target, ids: Tensor, count: int, temperature: float = 0.0) -> Drafts:
     """`count` drafts after the anchor ids[0, -1], which the target has not processed yet, in a block of full width.
@@ -286,6 +342,7 @@ def draft(folder: str | Path, target: Target, ids: Tensor, count: int, temperatu
     head = weights.get("lm_head.weight", target.get_output_embeddings().weight.float()[kept])
     hidden = base.states(drafter, target, embedding, ids, count, drafter.block_size)
     before, state, tokens, q, confidence = int(ids[0, -1]), torch.zeros(RANK), [], [], []
+    weights = {name.removeprefix("logit_head."): tensor for name, tensor in weights.items()}
     for k in range(count):
         logits = head @ hidden[k]
         logits = torch.tanh(logits / cap) * cap if cap else logits
@@ -298,6 +355,8 @@ def draft(folder: str | Path, target: Target, ids: Tensor, count: int, temperatu
         elif "candidate_selector.hidden_projection.weight" in weights:
             top_k = outer.get("dflash_config", outer)["selector_top_k"]
             logits = _selected(weights, hidden[k], before, logits, top_k)
+        elif "prefix_gru.weight_ih_l0" in weights and k >= outer["dflash_config"].get("pure_draft_prefix_len", 0):
+            logits = logits + _domino(weights, hidden[k], embedding[[int(ids[0, -1]), *tokens]].float())
         if "confidence_head.proj.weight" in weights:
             row = weights["confidence_head.proj.weight"][0]
             said = row @ judged[: len(row)] + weights["confidence_head.proj.bias"][0]

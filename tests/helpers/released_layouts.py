@@ -39,7 +39,7 @@ from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_target
 from . import oracle_dflash, oracle_eagle3, oracle_layouts, oracle_specblock
-from .families import deepseek_v4, gemma2, glm5_next, muse_glimmer, qwen3
+from .families import deepseek_v4, gemma2, gemma3, glm5_next, muse_glimmer, qwen3
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDINGS = -1_000_000  # what enters the target's first layer, as `target_layer_ids` calls it
@@ -428,6 +428,7 @@ WRITE_ZLAB = partial(oracle_dflash.write_zlab, **ROLES)
 WRITE_SPECULATORS = partial(oracle_dflash.write_speculators, **ROLES)
 DEEPSPEC = partial(oracle_layouts.write_dspark, layout="deepspec", layer_ids=[0, 2], **ROLES)
 SPECFORGE = partial(oracle_layouts.write_dspark, layout="specforge", layer_ids=[0, 2], **ROLES)
+DOMINO = partial(oracle_layouts.write_domino, layer_ids=[0, 2], **ROLES)
 DSPARK = partial(oracle_layouts.write_dspark, layout="speculators", layer_ids=[1, 3], **ROLES)
 DFLASH2 = partial(oracle_layouts.write_dflash2, layout="z-lab", layer_ids=[0, 2], **ROLES)
 DFLASH2_SPECULATORS = partial(oracle_layouts.write_dflash2, layout="speculators", layer_ids=[1, 3], **ROLES)
@@ -519,6 +520,10 @@ LAYOUTS: dict[str, Layout] = {
     "z-lab": zlab(BOTH, layer_ids=(1, 2)),
     "z-lab flat": zlab(BOTH, nested=False, layer_ids=(0, 2)),
     "z-lab causal": zlab(is_causal=True),
+    "JetSpec": zlab(layer_ids=(0, 2), nested=False, inner={"causal_head": True}),
+    "JetSpec by NVIDIA": zlab(
+        layer_ids=(0, 2), inner={"causal": True}, outer={"architectures": ["Qwen3DFlashDraftModel"]}
+    ),
     "z-lab window": zlab(nested=False, layer_ids=(0, 2), sliding_window=6),
     "z-lab window, not causal": zlab(sliding_window=3, is_causal=False),
     "z-lab window, all causal": zlab(sliding_window=1, is_causal=True),
@@ -592,6 +597,10 @@ LAYOUTS: dict[str, Layout] = {
     "z-lab dflash2": of_blocks(DFLASH2, BOTH),
     "z-lab dflash2 flat": of_blocks(DFLASH2, BOTH, nested=False, top_k=5),
     "speculators dflash2": of_blocks(DFLASH2_SPECULATORS, BOTH, taps=3, group=8),
+    "domino": of_blocks(DOMINO, ("z-lab",)),
+    "domino, not shifted": of_blocks(DOMINO, ("z-lab",), gemma3, shifted=False, start=2),
+    "domino by NVIDIA": of_blocks(DOMINO, ("z-lab",), start=None, architecture="Qwen3DFlashDraftModel"),
+    "domino, early": of_blocks(DOMINO, ("z-lab",), below="logit_head."),
     # Engines hand a drafter the mean over the streams of each layer.
     "RedHatAI's GLM-5.3-Flash": of_blocks(
         DSPARK, SPECULATORS_ALONE, glm5_next, layer_ids=[1, 2, 3], confidence="markov", sliding_window=6
@@ -681,6 +690,6 @@ LAYOUTS: dict[str, Layout] = {
 }  # fmt: skip
 # One of each layout.
 EACH = (
-    "z-lab", "speculators", "deepspec", "specforge", "z-lab dflash2", "speculators dspark", "safeailab",
+    "z-lab", "speculators", "deepspec", "specforge", "z-lab dflash2", "domino", "speculators dspark", "safeailab",
     "speculators eagle3", "deepspec eagle3", "specblock", "Amazon's P-EAGLE", "speculators peagle", "Muse-Glimmer's",
 )  # fmt: skip

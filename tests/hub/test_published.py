@@ -84,7 +84,7 @@ def test_offline_the_table_answers_and_says_so(offline):
     assert 'drafter = load_drafter("z-lab/Qwen3-8B-DFlash-b16", target=target)' in printed
     printed, said = offline(TARGET, HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE" in said and printed.startswith(as_text(known_drafters(TARGET)))
-    assert "\n\nTry first: deepseek-ai/dspark_qwen3_8b_block7" in printed
+    assert "\n\nTry first: JetSpec/jetspec-qwen3-8b" in printed
     assert offline() == (as_text(PUBLISHED), "")
     printed, _ = offline("org/unheard-of", HF_HUB_OFFLINE="1")
     assert "No drafter is known for org/unheard-of." in printed

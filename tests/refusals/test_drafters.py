@@ -94,6 +94,8 @@ FIELDS = [
     (HyperDFlashConfig, {"head_candidates": -1}, "head_candidates -1 0 whole"),
     (HyperDFlashConfig, {"head_candidates": 129281}, "head_candidates 129281 129280"),
     (HyperDFlashConfig, {"head_candidates": 31, "sequential_head": "state", "draft_vocab_size": 30}, "31 30 tokens"),
+    (HyperDFlashConfig, {"sequential_head": "gru", "head_start": 6}, "head_start 6 correct"),
+    (HyperDFlashConfig, {"head_start": -1}, "head_start -1 0 256"),
     (HyperDFlashConfig, {"conv_kernel_size": 1}, "conv_kernel_size 1 2 7"),
     (HyperDFlashConfig, {"conv_kernel_size": 8}, "conv_kernel_size 8 2 7"),
     (HyperDFlashConfig, {"conv_kernel_size": 2, "conv_group_size": 7}, "conv_group_size 7 divisor 4096"),

@@ -75,6 +75,7 @@ FIELDS = {
         ({"block_size": None}, ("block_size",)),
         ({"mask_token_id": None}, ("mask_token_id",)),
         ({"speculators_model_type": "ngram"}, ("'ngram'", "dflash, dflash2, dspark")),
+        ({"speculators_model_type": "jetspec"}, ("'jetspec'", "dflash, dflash2, dspark")),
     ],
     "deepspec": [
         ({"architectures": ["Gemma4DSparkModel"]}, ("Gemma4DSparkModel", "Qwen3")),
@@ -87,8 +88,12 @@ FIELDS = {
         ({"sample_from_anchor": "no"}, ("sample_from_anchor", "'no'", "true, false or none")),
     ],
     "specforge": [
-        ({"dflash_config": {"projector_type": "domino"}}, ("projector_type", "'domino'", "dspark")),
-        ({"architectures": ["DominoDraftModel"]}, ("projector_type", "'domino'", "dspark")),
+        ({"dflash_config": {"projector_type": "causal_v5"}}, ("projector_type", "'causal_v5'", "domino")),
+        ({"architectures": ["DominoDraftModel"]}, ("emb_dim, gru_hidden_dim",)),
+    ],
+    "domino": [
+        ({"causal_head": "yes"}, ("causal_head", "'yes'", "true, false or none")),
+        ({"causal_head": True, "is_causal": False}, ("causal", "causal_head", "True", "False", "not the same")),
     ],
     "speculators dspark": [({"markov_head_type": "rnn"}, ("2 missing", "markov_head.joint_proj"))],
     "speculators rnn": [({"sample_from_anchor": False}, ("'rnn'", "sample_from_anchor"))],

@@ -58,7 +58,7 @@ def leaves_of(made, dtype=torch.float64):
 
 def naive_loss(
     made, labels, teacher, head, *, kl_positions, ce_weight, tv_weight, kl_weight, confidence_weight, kl_temperature,
-    blind_weight, position_weights, counts, ids, candidates,
+    blind_weight, position_weights, counts, ids, candidates, kl_by_token,
 ):  # fmt: skip
     """Oracle: one position and one token after the other in float64, gradients by autograd alone. Acceptance is what
     speculative sampling accepts: a token of the draft's q with probability min(1, p / q), where q is nothing but among
@@ -83,10 +83,13 @@ def naive_loss(
         if label in ids:
             cross_entropy = cross_entropy - share * q[ids.index(label)].log()
         chosen = range(len(ids))
-        if "blind" in made:
-            own = (made["blind"][b, k] @ head.weight.T).softmax(-1)
-            blind = blind - share * own[label].log()
-            chosen = sorted(chosen, key=lambda token: -own[token].item())[:candidates]
+        if "blind" in made and (candidates or blind_weight):
+            is_own = "table" in made and "vectors" not in made
+            own = ((made["table"] if is_own else head.weight) @ made["blind"][b, k]).softmax(-1)
+            if label in ids:
+                blind = blind - share * own[ids.index(label)].log()
+            if candidates:
+                chosen = sorted(chosen, key=lambda token: -own[token].item())[:candidates]
         drawn = {place: logits[place].exp() / sum(logits[other].exp() for other in chosen) for place in chosen}
         predictions[b, k] = ids[max(drawn, key=drawn.get)]
         if k >= taught:
@@ -103,7 +106,8 @@ def naive_loss(
         if k < kl_positions:
             soft_p, soft_q = (of_teacher[ids] / kl_temperature).softmax(-1), (logits / kl_temperature).softmax(-1)
             divergence = p[ids].sum() * (soft_p * (soft_p / soft_q).log()).sum()
-            kl = kl + kl_temperature**2 / kl_positions * divergence / counts[1 + k]
+            part = share if kl_by_token else 1 / kl_positions / counts[1 + k]
+            kl = kl + kl_temperature**2 * divergence * part
     loss = ce_weight * cross_entropy + kl_weight * kl + tv_weight * tv + confidence_weight * foretold
     return [loss + blind_weight * blind, cross_entropy, kl, tv, foretold, blind], acceptance, predictions
 
@@ -117,7 +121,8 @@ def test_the_loss_is_the_loops_for_any_drafter_and_any_shape(kind, data):
     draw = lambda strategy: data.draw(strategy)  # noqa: E731
     blocks, drafts, chunk_size = (draw(st.integers(1, top)) for top in (4, 4, 6))
     taught = draw(st.sampled_from([drafts, drafts, draw(st.integers(0, drafts))]))
-    given = {"plain": [], "table": ["vectors", "table"], "own": ["table"],
+    more = ["blind"] * draw(st.booleans())  # which has a loss of its own without candidates, too
+    given = {"plain": more, "table": ["vectors", "table", *more], "own": ["table", *more],
              "candidates": draw(st.sampled_from([["blind"], ["vectors", "table", "blind"]]))}[kind]  # fmt: skip
     given = ["states", *given, *["confidence"] * (taught == drafts and draw(st.booleans()))]
     ids = draw(st.permutations(range(VOCAB)))[: draw(st.integers(1, VOCAB))] if kind == "own" else None
@@ -131,6 +136,7 @@ def test_the_loss_is_the_loops_for_any_drafter_and_any_shape(kind, data):
         "kl_positions": draw(st.sampled_from([drafts, max(1, drafts - 1), 0])),
         "kl_temperature": draw(st.sampled_from([1.0, 0.7])),
     }
+    options["kl_by_token"] = draw(st.booleans())
     options |= {"candidates": draw(st.integers(1, VOCAB)) if kind == "candidates" else 0, "ids": ids}
     distilled = min(taught, options["kl_positions"])
     is_part = draw(st.booleans())
@@ -142,7 +148,8 @@ def test_the_loss_is_the_loops_for_any_drafter_and_any_shape(kind, data):
     result = loss_of(leaves, labels, teacher, head, chunk_size, **options)
     has_label = labels != -100
     of_teacher = has_label if taught == drafts else has_label[:, :distilled]
-    calls = (kind != "own") * has_label.sum() + of_teacher.sum() + ("blind" in made) * has_label.sum()
+    has_block = "blind" in made and kind != "own" and bool(options["candidates"] or options["blind_weight"])
+    calls = (kind != "own") * has_label.sum() + of_teacher.sum() + has_block * has_label.sum()
     assert sum(head.rows) == calls and max(head.rows, default=0) <= chunk_size
     (2.5 * result.loss).backward()
     for found, wanted in zip(result, expected):

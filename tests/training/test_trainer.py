@@ -60,9 +60,11 @@ FIELDS = [
 
 
 @torch.no_grad()
-def naive_loss(target, drafter, documents, args, positions):
-    """Eq. 3 and DSpark's terms, position by position: every block drafted alone, every draft from its head's own step
-    after the text's token, acceptance token by token, and the target run on each document alone."""
+def naive_loss(target, drafter, documents, args, positions, progress=1.0):
+    """Eq. 3, DSpark's terms, Domino's two cross-entropies (SpecForge's `OnlineDominoModel`: 1 - lambda of its head's
+    logits, lambda of the block's own) and JetSpec's mean over drafts (NVIDIA's `KDLoss`), position by position: every
+    block drafted alone, every draft from its head's own step after the text's token, acceptance token by token, and
+    the target run on each document alone."""
     found, config = [], drafter.config
     drafts, size = config.max_draft_tokens, config.block_size
     for document in documents:
@@ -97,15 +99,17 @@ def naive_loss(target, drafter, documents, args, positions):
     shares = [math.exp(-k / decay) for k, *_ in found]
     shares = [share / sum(shares) for share in shares]
     of_first = [sum(k == position for k, *_ in found) for position in range(positions)]
-    loss = 0.0
+    loss, block = 0.0, max(0.0, 1 - progress / args.block_first) if args.block_first else 0.0
     for share, (k, label, logits, own, teacher, foretold) in zip(shares, found):
         q, p = softmax(logits.tolist()), softmax(teacher.tolist())
-        loss -= args.ce_weight * share * math.log(q[label])
+        loss -= args.ce_weight * share * (1 - block) * math.log(q[label])
+        loss -= args.ce_weight * share * block * math.log(softmax(own.tolist())[label])
         loss += args.tv_weight * share * (1 - sum(map(min, q, p)))
         if k < positions:
             soft_q, soft_p = (softmax(each.tolist(), temperature) for each in (logits, teacher))
             divergence = sum(a * math.log(a / b) for a, b in zip(soft_p, soft_q))
-            loss += args.kl_weight * temperature**2 * divergence / positions / of_first[k]
+            part = share if args.kl_by_token else 1 / positions / of_first[k]
+            loss += args.kl_weight * temperature**2 * divergence * part
         if foretold is not None:
             chosen = own.topk(config.head_candidates or len(q)).indices
             drawn = softmax(torch.full_like(logits, -math.inf).scatter(0, chosen, logits[chosen]).tolist())
@@ -125,6 +129,10 @@ MADE = [
       for kind, recipe, candidates in (
         ("markov", "dspark", 0), ("gated_markov", "hyperdflash", 0), ("recurrent", "dspark", 0),
         ("selector", "dspark", 5), ("state", "dspark", 0), ("state", "hyperdflash", 0), ("state", "dspark", 5))),
+    (partial(headed_drafter, kind="gru", sample_from_anchor=True), {"recipe": "domino"}),
+    (partial(headed_drafter, kind="state", head_candidates=5), {"recipe": "domino", "block_first": 0.5}),
+    (partial(tiny_drafter, causal_layers="all"), {"recipe": "jetspec", "kl_temperature": 1.7}),
+    (partial(tiny_drafter, causal_layers="all"), {"recipe": "jetspec", "loss_decay": 3.0}),
 ]  # fmt: skip
 
 
@@ -136,10 +144,32 @@ def test_the_loss_is_the_papers_of_blocks_drafted_alone(tmp_path, target, make, 
     documents[1]["loss_mask"][2:5] = [1, 1, 1]
     drafter = make(target)
     trainer = trainer_for(tmp_path, target, drafter, Dataset.from_list(documents), num_anchors=64, **settings)
-    with torch.no_grad():
+    for done in (1.0, 0.0, 0.2) if trainer.args.block_first else (1.0,):
+        trainer.objective.progress = done
+        loss = trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list()))
+        expected = naive_loss(target, drafter, documents, trainer.args, trainer.objective.kl_positions, done)
+        assert loss.item() == pytest.approx(expected, rel=1e-4)
+    with torch.no_grad():  # as it is judged
         loss = trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list()))
     expected = naive_loss(target, drafter, documents, trainer.args, trainer.objective.kl_positions)
     assert loss.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_training_goes_from_the_block_to_its_head(tmp_path, target):
+    """Step by step, in the part of training that is asked for; what is judged is its end."""
+    for part, expected in ((1.0, [1.0, 0.75, 0.5, 0.25]), (0.5, [1.0, 0.5, 0.0, 0.0])):
+        drafter, seen = headed_drafter(target, "gru"), []
+        trainer = trainer_for(
+            tmp_path, target, drafter, rows(8), rows(3, seed=1), recipe="domino", block_first=part, max_steps=4
+        )
+        step, own = trainer.objective.step, trainer.objective.terms_now
+        trainer.objective.step = lambda *args, step=step, own=own, seen=seen: [seen.append(own()), step(*args)][1]
+        trainer.train()
+        assert [terms.blind_weight for terms in seen] == expected
+        assert [terms.ce_weight for terms in seen] == [1 - weight for weight in expected]
+        with torch.no_grad():
+            assert trainer.objective.terms_now() is trainer.objective.terms
+        assert "blind" in trainer.state.log_history[0]
 
 
 # What a recipe is
@@ -159,6 +189,11 @@ def test_a_recipe_sets_what_the_user_did_not(tmp_path, target):
     assert (paper["ce_weight"], paper["kl_weight"], paper["kl_positions"], paper["tv_weight"]) == (1.0, 0.15, 2, 0.0)
     assert [dspark[name] for name in ("ce_weight", "confidence_weight", "loss_decay", "kl_weight")] == [0.1, 1, 4, 0]
     assert dspark["tv_weight"] == 1.8 and paper["loss_decay"] is None
+    # SpecForge's, NeMo's and ModelOpt's Domino; JetSpec's Eq. 9.
+    domino, jetspec = RECIPES["domino"], RECIPES["jetspec"]
+    assert [domino[name] for name in ("ce_weight", "kl_weight", "block_first", "loss_decay")] == [1, 0, 1, 7]
+    assert [jetspec[name] for name in ("ce_weight", "kl_weight", "kl_positions", "loss_decay")] == [0, 1, None, None]
+    assert jetspec["kl_by_token"] and not domino["kl_by_token"]
     # What is distilled: of `ours` every draft position of the drafter, whatever its block; nothing without a weight.
     drafter = tiny_drafter(target, num_draft_tokens=3)
     for settings, positions in (
@@ -394,8 +429,11 @@ def test_the_vocabulary_is_what_answers_have_most_often(tmp_path, target):
     torch.testing.assert_close(drafter.lm_head.weight, target.lm_head.weight[[5, 7, 30, 60]])
 
 
-@pytest.mark.parametrize("head", ["none", "markov", "state"])
-def test_a_drafter_of_all_tokens_learns_alike_by_an_lm_head_of_its_own(tmp_path, target, head):
+@pytest.mark.parametrize(
+    ("head", "recipe"),
+    [("none", "ours"), ("markov", "ours"), ("state", "ours"), ("markov", "domino"), ("state", "domino")],
+)
+def test_a_drafter_of_all_tokens_learns_alike_by_an_lm_head_of_its_own(tmp_path, target, head, recipe):
     """Where what it has is all that there is, in another order, nothing is different but that its LM head learns."""
     made = tiny_drafter if head == "none" else partial(headed_drafter, kind=head)
     plain, own, order, steps = made(target), made(target, draft_vocab_size=64), torch.arange(64).flip(0), []
@@ -405,7 +443,8 @@ def test_a_drafter_of_all_tokens_learns_alike_by_an_lm_head_of_its_own(tmp_path,
         with torch.no_grad():
             own.head_table.copy_(plain.head_table[order])
     for drafter in (plain, own):
-        trainer = trainer_for(tmp_path, target, drafter, rows(4), rows(3, seed=1), recipe="ours")
+        trainer = trainer_for(tmp_path, target, drafter, rows(4), rows(3, seed=1), recipe=recipe)
+        trainer.objective.progress = 0.3
         trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list())).backward()
         steps.append(({name: p.grad for name, p in drafter.named_parameters()}, trainer.evaluate()))
     (of_plain, told), (of_own, told_of_own) = steps

@@ -30,7 +30,8 @@ class HyperDFlashConfig(DrafterConfig):
         sliding_window: How many context positions before the anchor a block sees; `None` for all.
         layer_types: `"full_attention"` or `"sliding_attention"` for each layer, where only the latter have the window;
             `None` if all are alike. Mixed ones, and the next two, are DFlash drafters' of other formats.
-        causal_layers: In which layers a slot sees only those before it of its block: `"none"`, `"sliding"` or `"all"`.
+        causal_layers: In which layers a slot sees only those before it of its block: `"none"`, `"sliding"` or `"all"`
+            (JetSpec).
         window_from: Where the window begins: at the `"anchor"`, or at each `"slot"`, which it then includes (see
             [`AttentionSpan`]).
         block_size: Anchor plus draft positions: 7 is the paper's six drafted steps (section 3.3).
@@ -39,9 +40,11 @@ class HyperDFlashConfig(DrafterConfig):
         mask_token_id: The token that stands at every draft position of a block's input, and is never drafted; `None`
             for a vector of the drafter's own there.
         sequential_head: The head by which each draft depends on the one before it, `"none"` or one of
-            [`~drafters.parts.heads.HEADS`]: `"markov"`, `"gated_markov"`, `"recurrent"` (DSpark's), `"selector"`
-            (DFlash 2's), `"state"` (ours).
+            [`~drafters.parts.heads.HEADS`]: `"markov"`, `"gated_markov"`, `"recurrent"` (DSpark's), `"gru"`
+            (Domino's), `"selector"` (DFlash 2's), `"state"` (ours).
         head_rank: Width of the head: rank of its tables, or of the state head's correction.
+        head_state_size: Width of a `"gru"` head's state.
+        head_start: How many of a block's first drafts a `"gru"` head leaves as the block alone has them.
         head_candidates: Among how many of the block's own best tokens a draft is chosen where there is a head; 0 for
             all. By default 16 for `"selector"` (or the vocabulary), 1,024 for `"state"` with more than 8,192 tokens
             and no draft vocabulary, and all for the others.
@@ -68,6 +71,8 @@ class HyperDFlashConfig(DrafterConfig):
     mask_token_id: int | None = 128799
     sequential_head: str = "none"
     head_rank: int = within(256, 1, 2**14)
+    head_state_size: int = within(1024, 1, 2**14)
+    head_start: int = within(1, 0, 2**8)
     head_candidates: int | None = within(None, 0, 2**24, ", 0 for the whole vocabulary")
     conv_kernel_size: int = within(0, 0, 2**6, ", 0 for no convolution")
     conv_group_size: int = within(16, 1, 2**17)
@@ -111,6 +116,11 @@ class HyperDFlashConfig(DrafterConfig):
             raise ValueError(
                 f"`head_candidates` is {self.head_candidates}, expected at most the {vocabulary} tokens that can be "
                 "drafted."
+            )
+        if self.sequential_head == "gru" and self.head_start >= self.max_draft_tokens:
+            raise ValueError(
+                f"`head_start` is {self.head_start}, expected less than the {self.max_draft_tokens} drafts of a "
+                "block: the head would correct none."
             )
         if self.conv_kernel_size and not 2 <= self.conv_kernel_size <= self.block_size:
             raise ValueError(

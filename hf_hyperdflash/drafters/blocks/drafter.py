@@ -131,8 +131,7 @@ class BlockDrafter(HiddenStateDrafter):
             return hidden
         drafts = hidden.unflatten(1, (-1, config.block_size))[:, :, config.first_slot :]
         output = run_heads(drafts, previous_ids, previous_embeds, self.head, self.confidence_head)
-        chooses = self.head is not None and config.head_candidates
-        blind = self.lm_head_input(drafts) if chooses else None
+        blind = None if self.head is None else self.lm_head_input(drafts)
         # Made anew: before torch 2.12 or so a compiled forward knows no `_replace`.
         return HeadOutput(self.lm_head_input(output.states), output.vectors, output.confidence, blind)
 

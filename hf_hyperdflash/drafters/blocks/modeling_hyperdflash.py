@@ -33,6 +33,7 @@ _ANCHORS = 8
 # The fields of heads that a drafter can get later, and the head that each belongs to.
 _HEAD_OF = {
     "sequential_head": "sequential_head", "head_rank": "sequential_head", "head_candidates": "sequential_head",
+    "head_state_size": "sequential_head", "head_start": "sequential_head",
     "confidence_head": "confidence_head", "confidence_reads_token": "confidence_head",
 }  # fmt: skip
 

@@ -4,7 +4,8 @@ A block gives a state h_k for each draft position, all at once and blind to each
 x_{k-1} chosen before it (the anchor, for the first) into a state z_k and a vector v_k, and the draft's logits are
 `LMHead(z_k) + table v_k`. One step is cheap beside the block; it is the same in training, over all blocks at once.
 
-Torch alone, so that a serving engine can import them. Modules are called as in DeepSpec's and z-lab's checkpoints.
+Torch alone, so that a serving engine can import them. Modules are called as in DeepSpec's and z-lab's checkpoints, but
+for a GRU head's.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ class HeadConfig(Protocol):
     def target_hidden_size(self) -> int: ...
     @property
     def head_rank(self) -> int: ...
+    @property
+    def head_state_size(self) -> int: ...
+    @property
+    def head_start(self) -> int: ...
     @property
     def rms_norm_eps(self) -> float: ...
 
@@ -56,7 +61,7 @@ class HeadOutput(NamedTuple):
         vectors: `[..., drafts, config.head_rank]`, for the head's table; `None` without one.
         confidence: `[..., drafts]`, the logit of each draft's acceptance; `None` without a confidence head.
         blind: `[..., drafts, config.target_hidden_size]`, the block's own states for the LM head, which no head has
-            changed, where a head chooses among their best tokens; else `None`.
+            changed; `None` without a head.
         ranks: `[..., drafts, 4]`, a rank head's logits; `None` without one.
     """
 
@@ -173,6 +178,44 @@ class RecurrentHead(MarkovHead):
         gate, candidate, out = self.joint_proj(torch.cat([state, memory, hidden], dim=-1)).chunk(3, dim=-1)
         gate = torch.sigmoid(gate)
         return torch.tanh(out), gate * state + (1 - gate) * torch.tanh(candidate)
+
+
+class GRUHead(SequentialHead):
+    """A state of the path's tokens alone, s_k = GRU(e(x_{k-1}), s_{k-1}), s_0 = 0, where e is the target's embedding:
+    v_k = silu(U [h_k; s_k]). The first `config.head_start` drafts stay the block's own, v_k = 0 (Domino)."""
+
+    key = "gru_head"
+    reads_embeds = True
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        size, rank = config.head_state_size, config.head_rank
+        width = self.memory_size = config.target_hidden_size
+        self.state_size, self.start, self.eps = size, config.head_start, config.rms_norm_eps
+        self.input_proj = nn.Linear(width, 3 * size, bias=False)
+        self.state_proj = nn.Linear(size, 3 * size, bias=False)
+        self.hidden_proj = nn.Linear(width + size, rank, bias=False)
+        self.out_proj = ZeroInitLinear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+
+    def forward(
+        self, hidden: torch.Tensor, ids: torch.Tensor, embeds: torch.Tensor | None, carried: torch.Tensor | None
+    ) -> HeadStep:
+        if embeds is None:
+            raise ValueError("A GRU head reads the embedding of the token before, expected `embeds`.")
+        # What is carried is the state, and behind it the number of drafts before.
+        before = hidden.new_zeros(*hidden.shape[:-1], self.state_size + 1) if carried is None else carried
+        state, count, embeds = before[..., :-1], before[..., -1:], embeds.to(hidden.dtype)
+        reset, update, candidate = self.input_proj(embeds).chunk(3, dim=-1)
+        own_reset, own_update, own_candidate = self.state_proj(state).chunk(3, dim=-1)
+        update = torch.sigmoid(update + own_update)
+        candidate = torch.tanh(candidate + torch.sigmoid(reset + own_reset) * own_candidate)
+        state = (1 - update) * candidate + update * state
+        vectors = nn.functional.silu(self.hidden_proj(torch.cat([hidden, state], dim=-1))) * (count >= self.start)
+        return HeadStep(hidden, vectors, unit_rms(embeds, self.eps), torch.cat([state, count + 1], dim=-1))
+
+    @property
+    def table(self) -> torch.Tensor:
+        return self.out_proj.weight
 
 
 class SelectorHead(SequentialHead):
@@ -296,6 +339,7 @@ HEADS: dict[str, type[SequentialHead]] = {
     "markov": MarkovHead,
     "gated_markov": GatedMarkovHead,
     "recurrent": RecurrentHead,
+    "gru": GRUHead,
     "selector": SelectorHead,
     "state": StateHead,
 }

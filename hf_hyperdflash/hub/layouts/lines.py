@@ -28,6 +28,7 @@ _SELECTOR = {
     "conv_group_size": "conv_group_size",
 }  # fmt: skip
 SELECTOR_FIELDS = tuple(_SELECTOR.values())
+_DOMINO = {"head_rank": "emb_dim", "head_state_size": "gru_hidden_dim"}
 
 
 # Layers
@@ -272,6 +273,31 @@ DFLASH2 = Entry(
         "selector_top_k": config.head_candidates or config.vocab_size,
     },
 )
+
+
+def _read_domino(given: Given) -> Fields:
+    missing = [field for field in _DOMINO.values() if not given(field)]
+    if missing:
+        raise ValueError(f"config.json of {given.name} lacks {', '.join(missing)}.")
+    start = {"head_start": given("pure_draft_prefix_len") or 0}
+    return {"sequential_head": "gru", **{ours: given(theirs) for ours, theirs in _DOMINO.items()}, **start}
+
+
+DOMINO = Entry(
+    (*_DOMINO.values(), "pure_draft_prefix_len", "shift_label"),
+    _read_domino,
+    lambda config: {
+        "projector_type": "domino",
+        **{theirs: getattr(config, ours) for ours, theirs in _DOMINO.items()},
+        "pure_draft_prefix_len": config.head_start,
+        "shift_label": config.sample_from_anchor,
+    },
+)
+
+
+def is_domino(config: HyperDFlashConfig) -> bool:
+    """Return whether a drafter has Domino's head."""
+    return config.sequential_head == "gru"
 
 
 def is_dflash2(config: HyperDFlashConfig) -> bool:

@@ -131,6 +131,7 @@ class Layout:
     ignores: Collection[str] = ()  # fields that change nothing in this layout
     is_sized_by_tensors: bool = False  # whether its config.json leaves sizes to its tensors, and says nothing else
     rename: Callable[[str], str | None] = lambda name: name  # our name of a tensor; `None` if it is not the drafter's
+    tensor_name: Callable[[str], str] = lambda name: name  # their name of a tensor of ours
     # Sets what only the tensors say, by our configuration, the tensors and the config.json.
     complete: Callable[[Any, dict[str, torch.Tensor], Fields], None] = lambda config, tensors, fields: None
     copies_target: bool = False  # whether its files hold the target's embedding and LM head

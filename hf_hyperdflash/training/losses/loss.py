@@ -37,6 +37,7 @@ class LossTerms:
     position_weights: torch.Tensor | None = None  # `[drafts]`, of all terms but the KL; `None` for equal ones
     kl_positions: int | None = None  # P of Eq. 2, the first draft positions; `None` for all that have a teacher
     kl_position_weights: torch.Tensor | None = None  # `[drafts]`, those of the KL
+    kl_by_token: bool = False  # whether the KL is weighted and divided as the other terms are
     kl_temperature: float = 1.0  # T of Eq. 2, of both distributions
     chunk_size: int = 256  # the most draft positions whose logits exist at once
 
@@ -123,8 +124,8 @@ def drafter_loss(
     target's t, and the binary cross-entropy of a confidence head against 1 - TV.
 
     A head that chooses among the best tokens of the block's own logits does not train those logits. They have a
-    cross-entropy of their own (`blind`). `predictions` and `acceptance` are then those of the choice, as drafts are
-    drawn; the losses are those of the whole vocabulary.
+    cross-entropy of their own (`blind`), which without a choice counts only if it has a weight. `predictions` and
+    `acceptance` are then those of the choice, as drafts are drawn; the losses are those of the whole vocabulary.
 
     A drafter with a vocabulary of its own learns nothing of tokens that it cannot draft: such a label has a
     cross-entropy of 0, and KL is multiplied by the probability that the teacher gives to the tokens that can be
@@ -148,15 +149,16 @@ def drafter_loss(
     per_count = counts.reciprocal().masked_fill(counts == 0, 0.0)
     ones = torch.ones(labels.shape[1]).to(per_count)
     scale = per_count[0] * (ones if terms.position_weights is None else terms.position_weights.to(ones))
-    kl_scale = per_count[1:] * (terms.kl_temperature**2 / max(positions, 1))
-    if terms.kl_position_weights is not None:
+    kl_scale = scale[:positions] if terms.kl_by_token else per_count[1:] / max(positions, 1)
+    kl_scale = kl_scale * terms.kl_temperature**2
+    if terms.kl_position_weights is not None and not terms.kl_by_token:
         kl_scale = kl_scale * terms.kl_position_weights[:positions].to(kl_scale)
     # Divided by counts, gradients are so small that they would vanish in a float16 head. So they are computed in this
     # unit. Backward multiplies by it, together with a gradient scaler's factor.
     most = max(terms.ce_weight, terms.tv_weight, terms.blind_weight)
     unit = torch.cat([most * scale, terms.kl_weight * kl_scale]).max()
     unit = unit.clamp(min=torch.finfo(torch.float32).tiny)
-    blind = drafted.blind
+    blind = drafted.blind if head.candidates or terms.blind_weight else None
     given = {"states": drafted.states, "vectors": drafted.vectors, "table": head.table}
     given |= {"blind": blind} if terms.blind_weight else {}
     sources = {name: source for name, source in given.items() if source is not None}
@@ -188,14 +190,22 @@ def drafter_loss(
         )
         if blind is not None:
             weights = terms.blind_weight * chunk_scale / unit
-            block_states = blind.detach()[block, draft].requires_grad_("blind" in gradients)
+            of_states = {"states": blind.detach()[block, draft]}
+            if drafted.vectors is None and head.table is not None:  # the drafter's own LM head
+                of_states["table"] = head.table.detach()
+            for each in of_states.values():
+                each.requires_grad_("blind" in gradients)
             block_targets = Targets(targets.labels, None, weights, chunk_kl_scale[:0], None)
-            of_block = chunk_loss({"states": block_states}, block_targets, head.lm_head, 1.0, best=head.candidates)
+            best = head.candidates or 1
+            of_block = chunk_loss(of_states, block_targets, head.lm_head, 1.0, best=best)
             blind_cross_entropy = blind_cross_entropy + (of_block.cross_entropy.to(unit) * chunk_scale).sum()
-            targets = targets._replace(candidates=of_block.predictions)
+            if head.candidates:
+                targets = targets._replace(candidates=of_block.predictions)
             if "blind" in gradients:
                 gradients["blind"][block, draft] = of_block.gradients[0]
-            del of_block
+                if "table" in of_states:
+                    gradients["table"] += of_block.gradients[1]
+            del of_block, of_states
         inputs = {
             name: source.detach() if name == "table" else source.detach()[block, draft]
             for name, source in sources.items()

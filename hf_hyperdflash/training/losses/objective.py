@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -111,9 +112,11 @@ class BlockObjective:
 
     Attributes:
         total: Sums a tensor over the processes that each have a part of a batch.
+        progress: The part of training that is done, 0 to 1.
     """
 
     total: Total = staticmethod(lambda value: value)
+    progress: float = 1.0
 
     # Whether blocks continue from others: the weights of draft positions begin anew with each, and are the KL's, too.
     continues: ClassVar[bool] = False
@@ -129,6 +132,7 @@ class BlockObjective:
         self.layer_ids = layers_needed(drafter, target)
         self.streams_read = slice(len(config.target_layer_ids or ()) * target.streams)  # of them by the drafter
         self.selects_candidates = config.sequential_head in HEADS and bool(config.head_candidates)
+        self.block_first = (args.block_first or 0.0) if config.sequential_head in HEADS else 0.0
         self.kl_positions = (args.kl_positions or config.max_draft_tokens) if args.kl_weight else 0
         if self.kl_positions > config.max_draft_tokens:
             raise ValueError(
@@ -149,6 +153,7 @@ class BlockObjective:
             position_weights=weights,
             kl_positions=self.kl_positions,
             kl_position_weights=weights if self.continues else None,
+            kl_by_token=bool(args.kl_by_token),
             kl_temperature=args.kl_temperature,
             chunk_size=args.loss_chunk_size,
         )
@@ -251,12 +256,24 @@ class BlockObjective:
         states, vectors, confidence, blind, _ = (None if part is None else part.flatten(0, 1) for part in drafted)
         head = self.draft_head(table)
         if head.draft_ids is not None and vectors is not None:  # its own LM head and its head's table are one table
+            blind = None if blind is None else torch.cat([blind, torch.zeros_like(vectors, dtype=blind.dtype)], dim=-1)
             states, vectors = torch.cat([cast(torch.Tensor, states), vectors.to(states)], dim=-1), None
         teacher = None
         if teacher_positions:
             teacher = self.teacher(batch["anchors"], batch["residual"], batch["steps"][:teacher_positions])
         flat = HeadOutput(cast(torch.Tensor, states), vectors, confidence, blind)
-        return drafter_loss(flat, batch["labels"].flatten(0, 1), teacher, self.terms, head, counts)
+        return drafter_loss(flat, batch["labels"].flatten(0, 1), teacher, self.terms_now(), head, counts)
+
+    def terms_now(self) -> LossTerms:
+        """Return the terms of the loss. Those of training go from the block's own cross-entropy to that of its head
+        (Domino's `lambda_base`), in the first part of training, `block_first`."""
+        own = max(0.0, 1 - self.progress / self.block_first) if self.block_first and torch.is_grad_enabled() else 0.0
+        if not own:
+            return self.terms
+        weight = own * self.terms.ce_weight
+        return replace(
+            self.terms, ce_weight=self.terms.ce_weight - weight, blind_weight=self.terms.blind_weight + weight
+        )
 
     def draft_head(self, table: torch.Tensor | None = None) -> DraftHead:
         """Return what turns the drafter's states into logits, by its `vocabulary_table`."""

@@ -29,8 +29,8 @@ _SETTINGS = ("recipe", *next(iter(RECIPES.values())), "kl_temperature", "kl_teac
 _REPORTED = (
     "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size",
     "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed", "recipe",
-    "kl_temperature", "kl_teacher", "num_anchors", "loss_decay", "rank_weight", "valid_prefix", "feature_source",
-    "feature_dtype", "packing",
+    "kl_temperature", "kl_teacher", "num_anchors", "loss_decay", "rank_weight", "valid_prefix", "block_first",
+    "kl_by_token", "feature_source", "feature_dtype", "packing",
 )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
 
     config: Any
     target_model_type = ""  # of a kind whose configuration does not say it
+    carries_code = True  # whether code is saved beside it; not where transformers has its publisher's class
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -104,7 +105,7 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
             save_directory: The folder, made if needed.
             is_main_process: Whether this process writes.
             push_to_hub: Whether to [`push_to_hub`] too.
-            with_code: Whether to write the code; `load_drafter` needs none.
+            with_code: Whether to write the code, of a kind that has some; `load_drafter` needs none.
             **kwargs: As of any model, and of [`push_to_hub`].
 
         Raises:
@@ -114,6 +115,7 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
         if folder.is_file():  # where transformers logs an error and saves nothing
             raise OSError(f"{save_directory} is a file, expected a folder for the drafter: choose another name.")
         push_options = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
+        with_code = with_code and self.carries_code
         code = self.carried_code() if with_code else {}
         self.config.hyperdflash_version = __version__
         self.config._auto_class = None  # as of `WithCode`, which a drafter of somebody else's may not have

@@ -60,8 +60,8 @@ class DrafterKind:
 
 
 _OF_GEMMA4 = (
-    "It is Google's assistant of its target: {of.text_config.num_hidden_layers} layers without keys of their own attend "
-    "over the target's, and each pass goes on from the state of the pass before it.",
+    "It is Google's assistant of its target: {of.text_config.num_hidden_layers} layers without keys of their own "
+    "attend over the target's, and each pass goes on from the state of the pass before it.",
     "transformers reads these files, too (`AutoModelForCausalLM`).",
 )
 KINDS = (

@@ -90,7 +90,7 @@ class Oracle:
                 logits, after = self.after(token, before, *known)
                 likely = (logits / SHARPENED).log_softmax(-1)
                 for child in likely.topk(budget).indices.tolist():
-                    found[*path, child] = value + float(likely[child]), child, after
+                    found[(*path, child)] = value + float(likely[child]), child, after
             best = sorted(found, key=lambda path: found[path][0], reverse=True)[:budget]
             level = {path: found[path] for path in best}
             values |= {path: found[path][0] for path in best}

@@ -188,7 +188,7 @@ def _keys_of(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
     return own.num_key_value_heads, own.head_dim
 
 
-class Gemma4AssistantDrafter(SharedKeysDrafter, of_gemma4.Gemma4AssistantForCausalLM):
+class Gemma4AssistantDrafter(SharedKeysDrafter, of_gemma4.Gemma4AssistantForCausalLM):  # type: ignore[misc]
     """The assistant of a Gemma 4 (`Gemma4AssistantForCausalLM`)."""
 
     config: Gemma4AssistantConfig
@@ -196,7 +196,7 @@ class Gemma4AssistantDrafter(SharedKeysDrafter, of_gemma4.Gemma4AssistantForCaus
     target_model_type = "gemma4"
 
 
-class Gemma4UnifiedAssistantDrafter(SharedKeysDrafter, of_unified.Gemma4UnifiedAssistantForCausalLM):
+class Gemma4UnifiedAssistantDrafter(SharedKeysDrafter, of_unified.Gemma4UnifiedAssistantForCausalLM):  # type: ignore[misc]
     """The assistant of a Gemma 4 Unified (`Gemma4UnifiedAssistantForCausalLM`)."""
 
     config: Gemma4UnifiedAssistantConfig

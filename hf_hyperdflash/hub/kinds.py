@@ -170,7 +170,6 @@ KINDS = (
         sentences=_OF_GEMMA4,
         shares_all=False,
         known_as=("Gemma 4 assistants",),
-        why_not_served="attends over its target's cache, which {engine} has its own code for",
     ),
     DrafterKind(
         name="Gemma 4 Unified assistant",
@@ -181,7 +180,6 @@ KINDS = (
         sentences=_OF_GEMMA4,
         shares_all=False,
         known_as=(),
-        why_not_served="attends over its target's cache, which {engine} has its own code for",
     ),
 )  # fmt: skip
 TRAINED = tuple(kind for kind in KINDS if kind.trains)

@@ -12,6 +12,8 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.utils.generic import ModelOutput
 
 from ..drafters.sampling import DraftRequest, DraftSampler
+from ..targets.caches.name import CACHE
+from ..targets.caches.seen_keys import CachedText
 from .request import Pair
 
 
@@ -62,7 +64,7 @@ class DraftCandidateGenerator(CandidateGenerator):
 
         Args:
             input_ids: `[1, seq]`, the accepted tokens.
-            model_kwargs: Of the target, with its `position_ids`.
+            model_kwargs: Of the target, with its `position_ids` and its cache, for drafters that attend over that.
             model_outputs: Of its last forward, over the drafts of the last call.
             is_first_iteration: Whether the prompt is still to be run: there is nothing to draft from yet.
             n_last_matches: How many of the last drafts were accepted.
@@ -89,7 +91,9 @@ class DraftCandidateGenerator(CandidateGenerator):
             count = int(min(count, switch.max_drafts(1 + int(positions[0, -1]))))
             if count < 1:
                 return input_ids, None
-        request = DraftRequest(self.context, input_ids, positions, count, self.sampler)
+        cache = (model_kwargs or {}).get(CACHE)
+        cached = None if cache is None else CachedText(cache, real=None if mask is None else counted[:, :end])
+        request = DraftRequest(self.context, input_ids, positions, count, self.sampler, cached)
         (tree,) = self.pair.draft([request])
         drafts = tree.tokens[None].to(input_ids.device)
         q = [part for part in tree.q or () if part is not None]
@@ -103,13 +107,16 @@ class DraftCandidateGenerator(CandidateGenerator):
         """Give the drafter the tokens that the target's last forward was right about, without padding."""
         start, residual = self.context.end, None
         if self.pair.facts.layer_ids:
-            if not self._capture.captured or self._capture.captured[0].shape[1] < end - start:
+            captured = self._capture.captured.pop() if self._capture.captured else None
+            reads_all = start > 0 or getattr(self.pair.drafter, "reads_each_token", True)  # of a copy of this code
+            if captured is None or (reads_all and captured.shape[1] < end - start):
                 raise ValueError(
                     f"The target has not been run over the tokens {start} to {end} since the last candidates: "
                     "expected one forward a round, in the thread that made the generator, and an empty cache at first."
                 )
-            residual = self._capture.captured.pop()[:, : end - start]
-        real = slice(int((positions[0] < 0).sum()) if not start else 0, None)
+            residual = captured[:, : end - start]
+            start = end - residual.shape[1]  # a target's last layers may run a prompt's last token alone
+        real = slice(0 if self.context.end else max(0, int((positions[0] < 0).sum()) - start), None)
         positions, following = positions.clamp(min=0)[:, start:end], ids[:, start + 1 : end + 1]
         residual = None if residual is None else residual[:, real]
         self.pair.extend(self.context, residual, positions[:, real], following[:, real])

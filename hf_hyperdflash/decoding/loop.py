@@ -24,6 +24,7 @@ from ..drafters.base import AUTO
 from ..drafters.parts.context import DraftContext
 from ..targets.caches.name import CACHE, cache_of
 from ..targets.caches.round_cache import RoundForward, is_of_plain_layers
+from ..targets.caches.seen_keys import CachedText
 from ..targets.compiled import CompiledForwards, compile_options
 from ..targets.hooks import OPEN_FORWARDS, is_between_writes
 from ..targets.target import TargetOutput, TreeVerification, stop_recording
@@ -98,8 +99,11 @@ def run_round(batch: Batch) -> None:
     limits = [min(sequence.draft_limit(), free_columns) for sequence in sequences]
     max_drafts = policy.begin(max(lengths), limits)
     counts = [min(limit, max_drafts) for limit in limits]
-    drafting = [(sequence, count) for sequence, count in zip(sequences, counts) if count]
-    requests = [sequence.draft_request(count, policy.sampler(sequence.sampler)) for sequence, count in drafting]
+    requests = [
+        sequence.draft_request(count, policy.sampler(sequence.sampler), batch.cached_text(index))
+        for index, (sequence, count) in enumerate(zip(sequences, counts))
+        if count
+    ]
     drafting_began = now()
     drafted_trees = iter(batch.pair.draft(requests))
     draft_seconds = (now() - drafting_began) / max(len(requests), 1)
@@ -254,7 +258,9 @@ class Batch:
             captured = self.capture.pop()
             for index, sequence in enumerate(self.sequences):
                 padding = width - sequence.tokens.prompt_length
-                sequence.residuals += [each[index : index + 1, max(padding - start, 0) :] for each in captured]
+                for each in captured:
+                    left_out = end - start - each.shape[1]  # by layers that run a prompt's last token alone
+                    sequence.residuals.append(each[index : index + 1, max(max(padding - start, 0) - left_out, 0) :])
                 if padding < end < width and sequence.residuals:
                     sequence.extend(end - padding)
         self._choose_cache()
@@ -274,7 +280,7 @@ class Batch:
                 self.cache,
                 lengths,
                 first.config.max_length - 1,
-                [sequence.tokens.mask(sequence.tokens.prompt_length) for sequence in self.sequences],
+                [sequence.real for sequence in self.sequences],
                 self.max_positions,
                 self.request.drafting_stats is None,
                 self.compiled,
@@ -348,6 +354,13 @@ class Batch:
                     round_.abort(self.cache)
                     setattr(self.cache, OPEN_FORWARDS, 0)
             raise
+
+    def cached_text(self, index: int) -> CachedText:
+        """Return where a sequence's accepted tokens are in the cache."""
+        rounds, real = self.round_forward, self.sequences[index].real
+        if rounds is None:
+            return CachedText(cast(Any, self.cache), real=real)
+        return CachedText(rounds.cache, rounds.rows[index], real)
 
     def drop_finished(self) -> None:
         left = [index for index, sequence in enumerate(self.sequences) if not sequence.finished]

@@ -20,6 +20,7 @@ from ..auto.policies import MAX_AUTO_NODES, DraftingStats
 from ..drafters.base import AUTO, Drafter, Observer
 from ..drafters.sampling import DraftRequest, DraftSampler
 from ..targets.caches.name import CACHE
+from ..targets.caches.round_cache import layers_with_keys
 from ..targets.hooks import OPEN_FORWARDS
 from ..targets.registry import check_without_virtual_tokens, is_bound, is_drafter, target_of
 from ..targets.target import RewindableCache, Target
@@ -481,7 +482,8 @@ def check_layers_agree(target: Target, cache: Cache) -> None:
 def is_static_attention_cache(cache: object) -> bool:
     """Return whether a cache is one of transformers' static ones whose layers are all of attention."""
     known = StaticLayer, StaticSlidingWindowLayer
-    return bool(getattr(cache, "layers", ())) and all(type(layer) in known for layer in cast(Cache, cache).layers)
+    layers = layers_with_keys(cache)
+    return bool(layers) and all(type(layer) in known for layer in layers)
 
 
 def check_croppable(cache: object) -> RewindableCache:

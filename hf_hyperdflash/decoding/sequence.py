@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..drafters.base import Drafter, EmptyContext
 from ..drafters.sampling import Context, DraftRequest, DraftSampler
 from ..targets.caches.name import CACHE
+from ..targets.caches.seen_keys import CachedText
 from ..targets.target import RewindableCache, TargetOutput, check_restart
 from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
 from ..trees.tree import ANCHOR, DraftTree
@@ -105,12 +106,18 @@ class Sequence:
             limit = int(min(limit, self.target.rope_switch.max_drafts(seen)))
         return max(0, min(limit, self.config.max_length - self.tokens.length - 1))
 
-    def draft_request(self, count: int, sampler: DraftSampler) -> DraftRequest:
+    @property
+    def real(self) -> torch.Tensor | None:
+        """Which tokens of the prompt are no padding, `[1, tokens]`; `None` if all are."""
+        return self.tokens.mask(self.tokens.prompt_length)
+
+    def draft_request(self, count: int, sampler: DraftSampler, cached: CachedText | None) -> DraftRequest:
         """Return what the drafter is asked for: at most `count` drafts, one after the other."""
         tokens = self.tokens
         if self.context.end < tokens.end - 1:
             self.extend(tokens.end - 1)
-        return DraftRequest(self.context, tokens.unpadded, tokens.text_positions(0, tokens.end), count, sampler)
+        positions = tokens.text_positions(0, tokens.end)
+        return DraftRequest(self.context, tokens.unpadded, positions, count, sampler, cached)
 
     def extend(self, end: int) -> None:
         """Give the drafter the tokens before `end` that are new to it."""
@@ -231,7 +238,9 @@ class Sequence:
         last = self.stats.accepted[-_FRUITLESS:]
         if torch.float16 not in dtypes or None in dtypes or not last or any(last) or drafter in _told:
             return
-        if not self.pair.scores_are_finite(self.draft_request(1, self.sampler)):
+        # Its own cache holds the text again, if it is alone.
+        cached = CachedText(cast(Any, self.cache), real=self.real) if self.request.rows == 1 else None
+        if not self.pair.scores_are_finite(self.draft_request(1, self.sampler, cached)):
             _told.add(drafter)
             logger.warning(
                 "The drafter's scores are not finite, so no draft is accepted: it is in %s and its target in %s, and "

@@ -91,12 +91,14 @@ class Drafter:
         config: The drafter's own, or the target's: `generate` compares vocabularies.
         target_layer_ids: The layers whose residual streams it reads, as in [`~targets.registry.capture_residual`];
             empty for none.
+        reads_each_token: Whether it reads the residual streams of every accepted token, and not of the last one alone.
         max_draft_tokens: The most tokens that one round can draft; `None` for any number.
         observer: Hears of what is generated with it, while it learns for example ([`adapt`]); `None` for nobody.
     """
 
     config: PreTrainedConfig
     target_layer_ids: Sequence[int] = ()
+    reads_each_token: bool = True
     max_draft_tokens: int | None = None
     observer: Observer | None = None
 
@@ -122,7 +124,7 @@ class Drafter:
                     f"The drafter was made for a target with `{what}` {size}, but this target's is {found[what]}. "
                     + fix
                 )
-        target.check_layers(layer_ids)
+        target.check_layers(layer_ids, self.reads_each_token)
 
     def new_context(self) -> Context:
         """Return the context of a new sequence. It has an attribute `end`, 0 at first, in which the loop counts the
@@ -163,7 +165,7 @@ class Drafter:
         propose = getattr(self, "propose", None)
         if propose is None:
             raise NotImplementedError(f"A {type(self).__name__} has no `draft`.")
-        return [propose(target, *each) for each in requests]
+        return [propose(target, *each[:5]) for each in requests]
 
     # What a base of drafters may say, too
 

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -33,6 +33,9 @@ from ..trees.growth import (
     width_for,
 )
 from ..trees.tree import ANCHOR, DraftTree, are_trees_kept
+
+if TYPE_CHECKING:
+    from ..targets.caches.seen_keys import CachedText
 
 # What they return depends on the prefix and the scores that they are given, and on nothing that came before.
 _STATELESS = {
@@ -227,6 +230,8 @@ class DraftRequest(NamedTuple):
         position_ids: `[1, seq]`, their true positions.
         num_drafts: The most drafts, one after the other.
         sampler: Draws tokens as the caller asked for, a chain of them or a tree.
+        cached: Where the text is in the target's cache, for drafters that attend over its keys
+            ([`~targets.caches.seen_keys.seen_keys`]); `None` where nobody says.
     """
 
     context: Any
@@ -234,6 +239,7 @@ class DraftRequest(NamedTuple):
     position_ids: torch.Tensor
     num_drafts: int
     sampler: DraftSampler
+    cached: CachedText | None = None
 
 
 def draft_batch(requests: Sequence[DraftRequest], steps: Steps, width: int | None = None) -> list[DraftTree]:

@@ -105,7 +105,7 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
             save_directory: The folder, made if needed.
             is_main_process: Whether this process writes.
             push_to_hub: Whether to [`push_to_hub`] too.
-            with_code: Whether to write the code; `load_drafter` needs none.
+            with_code: Whether to write the code, of a kind that has some; `load_drafter` needs none.
             **kwargs: As of any model, and of [`push_to_hub`].
 
         Raises:

@@ -93,12 +93,13 @@ def drafter_card(
     are more about the training than the record has, and `limits` say where the drafter does not do well.
     """
     folder = Path(folder)
-    config = cast(PreTrainedConfig, check_drafter(folder, kinds=KINDS, needs_weights=False).config)
+    found = check_drafter(folder, kinds=KINDS, needs_weights=False)
+    config = cast(PreTrainedConfig, found.config)
     record = folder / TRAINING_RECORD
     training = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     repo_id = repo_id or str(folder)
     made_for = getattr(config, "target_name_or_path", "")
-    drafts_for = getattr(config, "target_model_type", "deepseek_v4")  # else it is that model's own
+    drafts_for = getattr(config, "target_model_type", found.kind.drafter.target_model_type)
     described = describe(config)
     settings = dict(training.get("settings", {}))
     sources = [source.partition(":")[0] for source in settings.get("dataset") or ()]

@@ -59,6 +59,11 @@ class DrafterKind:
         return self.drafter_path.rpartition(".")[2]
 
 
+_OF_GEMMA4 = (
+    "It is Google's assistant of its target: {of.text_config.num_hidden_layers} layers without keys of their own "
+    "attend over the target's, and each pass goes on from the state of the pass before it.",
+    "transformers reads these files, too (`AutoModelForCausalLM`).",
+)
 KINDS = (
     DrafterKind(
         name="HyperDFlash",
@@ -191,6 +196,26 @@ KINDS = (
         ),
         trains=True,
         why_not_served="is read from its target's checkpoint, which {engine} drafts with by itself",
+    ),
+    DrafterKind(
+        name="Gemma 4 assistant",
+        model_type="gemma4_assistant",
+        drafter_path="drafters.gemma4.Gemma4AssistantDrafter",
+        config_path="drafters.gemma4.Gemma4AssistantConfig",
+        drafts="as many tokens as are asked for, a pass for each",
+        sentences=_OF_GEMMA4,
+        shares_all=False,
+        known_as=("Gemma 4 assistants",),
+    ),
+    DrafterKind(
+        name="Gemma 4 Unified assistant",
+        model_type="gemma4_unified_assistant",
+        drafter_path="drafters.gemma4.Gemma4UnifiedAssistantDrafter",
+        config_path="drafters.gemma4.Gemma4UnifiedAssistantConfig",
+        drafts="as many tokens as are asked for, a pass for each",
+        sentences=_OF_GEMMA4,
+        shares_all=False,
+        known_as=(),
     ),
 )  # fmt: skip
 TRAINED = tuple(kind for kind in KINDS if kind.trains)

@@ -97,9 +97,9 @@ def _gather(
         for name in set() if is_foreign else set(_FROM_ITS_FOLDER) & set(drafter_files(source)):
             shutil.copyfile(source / name, folder / name)
     card = folder / "README.md"
-    if NOTE.encode() not in card.read_bytes():
+    if card.is_file() and NOTE.encode() not in card.read_bytes():
         return "the folder's own"
-    card.unlink()
+    card.unlink(missing_ok=True)  # there is none beside a drafter without code
     if has_card():
         return "the repository's"
     drafter_card(folder, repo_id=repo_id, tags=tags).save(folder / "README.md")
@@ -120,7 +120,7 @@ def drafter_files(folder: str | os.PathLike) -> list[str]:
     modules |= {Path(path) for module in modules for path in get_relative_import_files(module)}
     code = {module.name for module in modules if module.parent == folder}
     names = {
-        "config.json", SAFE_WEIGHTS_INDEX_NAME, *weight_files(folder), *code, RECIPE_FILE,
+        "config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME, *weight_files(folder), *code, RECIPE_FILE,
         "adapter_config.json", "adapter_model.safetensors", *_FROM_ITS_FOLDER,
     }  # fmt: skip
     places = {name: {folder / name, (folder / name).parent} - {folder} for name in names}

@@ -101,6 +101,10 @@ _TABLE = {  # drafters and their targets, by method and layout
     },
     "DSpark, the target's own": {f"{_V4}-0731": f"{_V4}-0731"},
     "MTP, the target's own": {_V4: _V4},
+    "Gemma 4 assistant, Google": {
+        f"google/gemma-4-{size}-it-assistant": f"google/gemma-4-{size}-it" for size in ("E2B", "E4B", "26B-A4B", "31B")
+    },
+    "Gemma 4 Unified assistant, Google": {"google/gemma-4-12B-it-assistant": "google/gemma-4-12B-it"},
 }
 PUBLISHED = tuple(
     PublishedDrafter(name, target, kind) for kind, pairs in _TABLE.items() for name, target in pairs.items()

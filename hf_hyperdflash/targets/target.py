@@ -25,8 +25,9 @@ TreeVerification = Literal["mask", "cache", "fork", "chain"]
 # By the `model_type` of a model's text configuration: a family that no test covers may read more than a mask shows it.
 VERIFICATION: dict[str, TreeVerification] = {
     "llama": "mask", "qwen2": "mask", "qwen3": "mask", "qwen3_moe": "mask", "mistral": "mask", "gemma2": "mask",
-    "gemma3_text": "mask", "gemma4_text": "mask", "gpt_oss": "mask", "deepseek_v3": "mask", "glm4_moe": "mask",
-    "minimax_m2": "mask", "ernie4_5_moe": "mask", "longcat_flash": "mask", "muse_glimmer_text": "mask",
+    "gemma3_text": "mask", "gemma4_text": "mask", "gemma4_unified_text": "mask", "gpt_oss": "mask",
+    "deepseek_v3": "mask", "glm4_moe": "mask", "minimax_m2": "mask", "ernie4_5_moe": "mask", "longcat_flash": "mask",
+    "muse_glimmer_text": "mask",
     "qwen3_next": "fork", "qwen3_5_text": "fork", "qwen3_5_moe_text": "fork", "granitemoehybrid": "fork",
     "bamba": "fork", "falcon_h1": "fork", "nemotron_h": "fork", "hy_v4": "fork", "hy_v4_vl_text": "fork",
     "glm5_next_text": "fork", "qwen4_exp_text": "fork",
@@ -249,10 +250,10 @@ class Target:
     def check_computes(self) -> None:
         """Raise a `ValueError` if the installed transformers cannot run the target in the dtype that it has."""
 
-    def check_layers(self, layer_ids: Sequence[int] = ()) -> None:
+    def check_layers(self, layer_ids: Sequence[int] = (), reads_each_token: bool = True) -> None:
         """Raise a `ValueError` if a drafter cannot read these layers (-1 for the last) because there are none such or
-        their output is not one state for each token of a prompt, or if nothing can be drafted for the target at
-        all."""
+        their output is not one state for each token of a prompt, of which it may need the last one alone, or if
+        nothing can be drafted for the target at all."""
         own = self.config
         count = len(self.layers) or own.num_hidden_layers  # without layers it was loaded for its head alone
         if count and max(layer_ids, default=0) >= count:
@@ -270,7 +271,12 @@ class Target:
         why, fix = "", "Use prompt lookup (`PromptLookupDrafter`), which reads no layer"
         if streams > 1:
             why = f"each hands on {streams} streams (AltUp)"
-        elif shared and count and any(i != EMBEDDINGS and i % count >= count - shared for i in layer_ids):
+        elif (
+            reads_each_token
+            and shared
+            and count
+            and any(i != EMBEDDINGS and i % count >= count - shared for i in layer_ids)
+        ):
             why = f"from {count - shared} on they use keys of earlier ones, and only a prompt's last token runs them"
             fix += f", or read some of 0 to {count - shared - 1} (`target_layer_ids`)"
         if why and layer_ids:

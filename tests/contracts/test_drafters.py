@@ -22,8 +22,9 @@ from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import mostly_nightly, prompt, tiny_config, tiny_drafter, tiny_target
 from ..fuzz_trees import padded_on_the_left
-from ..helpers import families, mtp_targets
+from ..helpers import families, gemma4_assistants, mtp_targets
 from ..helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, mtp_shapes, random_tensors, write
+from ..helpers.families import FULL, SLIDING
 from ..helpers.headed_drafters import headed
 from ..helpers.loops import in_transformers_loop
 from ..helpers.medusa import medusa
@@ -79,6 +80,12 @@ def without_padding():
     return target
 
 
+def sharing_gemma4():
+    """Whose last layers have keys of earlier ones. A Gemma 4 with an input of its own to each layer has none of tokens
+    that it got later."""
+    return families.gemma4_unified(layer_types=[SLIDING, FULL, SLIDING, FULL], num_kv_shared_layers=2)
+
+
 KINDS = {
     "hyperdflash": of_family(tiny_target, tiny_drafter),
     "dflash": of_family(families.qwen3, lambda target: tiny_drafter(target, **READ)),
@@ -95,6 +102,7 @@ KINDS = {
     "v4 dspark": of_checkpoint(DeepseekV4DSparkDrafter, dspark_shapes, **dspark_fields()),
     "v4 mtp": of_checkpoint(DeepseekV4MTPDrafter, mtp_shapes),
     "mtp head": of_own_checkpoint("deepseek_v3"),
+    "gemma4 assistant": of_family(sharing_gemma4, gemma4_assistants.assistant),
     "prompt lookup": of_family(families.qwen3_next, PromptLookupDrafter),
 }
 # As KINDS, in what only drafting asks about: other targets, heads, gates, vocabularies, windows.
@@ -133,8 +141,9 @@ MORE = {
     ),
 }  # fmt: skip
 WITHOUT_WEIGHTS = {"prompt lookup"}
+READ_KEYS = {"gemma4 assistant"}  # of the target's cache
 SAVED = sorted(KINDS.keys() - WITHOUT_WEIGHTS)
-TRAINED = sorted(KINDS.keys() - WITHOUT_WEIGHTS - {"medusa"})
+TRAINED = sorted(KINDS.keys() - WITHOUT_WEIGHTS - READ_KEYS - {"medusa"})
 WAYS = [{}, {"tree_budget": 7}, {"num_assistant_tokens": "auto"}, {"tree_budget": "auto"}, {"num_assistant_tokens": 2}]
 KNOWN, ALL = 64, 72  # tokens of a target, and of a fine-tuned one
 
@@ -187,6 +196,7 @@ def test_texts_get_the_same_drafts_together_alone_and_again(kind, tmp_path, monk
     texts = [prompt(length, seed=length) for length in (5, 1, 300, 9, 14)]
     together, alone = ([drafter.new_context() for _ in texts] for _ in range(2))
     most, layers = drafter.max_draft_tokens or 5, drafter.layers_read(seen)
+    keys = gemma4_assistants.RandomKeys(target, len(texts)) if kind in READ_KEYS else None
 
     def take_in(row):
         start, end = together[row].end, texts[row].shape[1] - 1
@@ -209,9 +219,16 @@ def test_texts_get_the_same_drafts_together_alone_and_again(kind, tmp_path, monk
         samplers = [DraftSampler(chance.choice(processors or [NONE]), False, budget) for _ in rows]
         positions = [torch.arange(texts[row].shape[1])[None] for row in rows]
         counts = [chance.randint(1, most) for _ in rows]
+        places = [[None] * len(rows)] * 2
+        if keys is not None:
+            lengths = [texts[row].shape[1] - 1 for row in rows]
+            places = [keys.together(rows, lengths), list(map(keys.alone, rows, lengths))]
         joint, single = (
-            [DraftRequest(contexts[row], texts[row], *rest) for row, *rest in zip(rows, positions, counts, samplers)]
-            for contexts in (together, alone)
+            [
+                DraftRequest(contexts[row], texts[row], *rest)
+                for row, *rest in zip(rows, positions, counts, samplers, cached)
+            ]
+            for contexts, cached in zip((together, alone), places)
         )
         if PENALTY in processors:  # a round that is broken off leaves no trace
             with monkeypatch.context() as broken, suppress(KeyboardInterrupt):
@@ -317,6 +334,10 @@ MORE_LAWS = {
         families.deepseek_v3, lambda target: MTPDrafter(MTPConfig.from_target_config(target.config)).eval()
     ),
     "v4 mtp": of_eight(lambda: tiny_target(vocab_size=8), lambda target: DeepseekV4MTPDrafter(target.config).eval()),
+    "gemma4 assistant": of_eight(
+        lambda: families.gemma4_e(vocab_size=8),
+        lambda target: gemma4_assistants.assistant(target, clusters=(4, 2)),
+    ),
 }
 
 
@@ -334,6 +355,7 @@ def test_what_is_saved_drafts_alike(kind, tmp_path):
     target, drafter = (KINDS | MORE)[kind](tmp_path / "checkpoint")
     drafter.save_pretrained(tmp_path / "saved")
     data = {path.name for path in (tmp_path / "saved").iterdir() if path.is_file() and path.suffix != ".py"}
+    data -= {"generation_config.json"} if kind == "gemma4 assistant" else set()  # which transformers' class saves
     assert data == {"config.json", "model.safetensors"} | ({"README.md"} if drafter.carries_code else set())
     again = load_drafter(tmp_path / "saved", target=target, dtype=torch.float32)
     assert type(again) is type(drafter)

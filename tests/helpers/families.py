@@ -163,10 +163,16 @@ def gemma4() -> PreTrainedModel:
     )  # fmt: skip
 
 
-def gemma4_e() -> PreTrainedModel:
+def gemma4_e(**changed: Any) -> PreTrainedModel:
     """Whose last layers have keys of earlier ones."""
-    fields = GEMMA4 | {"layer_types": [SLIDING, FULL, SLIDING, FULL]}
-    return made("gemma4_text", **fields, hidden_size_per_layer_input=8, num_kv_shared_layers=2)
+    fields = GEMMA4 | {"layer_types": [SLIDING, FULL, SLIDING, FULL], "hidden_size_per_layer_input": 8} | changed
+    return made("gemma4_text", **fields, num_kv_shared_layers=2)
+
+
+def gemma4_unified(**fields: Any) -> PreTrainedModel:
+    """Without an input of its own to each layer."""
+    known = {name: value for name, value in GEMMA4.items() if name != "vocab_size_per_layer_input"}
+    return made("gemma4_unified_text", **known | fields)
 
 
 def gemma3n() -> PreTrainedModel:
@@ -313,7 +319,7 @@ FAMILIES = [
     bamba, falcon_h1, nemotron_h,
 ]  # fmt: skip
 # As Qwen3 to everything but the mask of a draft tree.
-ALSO_MASKED = [qwen2, qwen3_moe, ernie4_5_moe, longcat_flash]
+ALSO_MASKED = [qwen2, qwen3_moe, gemma4_unified, ernie4_5_moe, longcat_flash]
 # Whose draft trees are verified under a mask, DeepSeek-V4's apart; those of the others row by row, if at all.
 MASKED = [
     deepseek_v3, kimi_k25, glm4_moe, minimax_m2, gemma2, gemma3, gemma4, gpt_oss, llama, mistral, muse_glimmer, qwen3,

@@ -72,6 +72,7 @@ class MedusaDrafter(SavedDrafter):
     config: MedusaConfig
     config_class = MedusaConfig
     target_layer_ids = [-1]
+    reads_each_token = False
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)

@@ -44,7 +44,7 @@ class PromptLookupDrafter(Drafter):
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft at most as many tokens as are asked for, none after a text whose last tokens are new."""
         trees = []
-        for _, ids, _, num_drafts, _ in requests:
+        for _, ids, _, num_drafts, *_ in requests:
             lookup = PromptLookupCandidateGenerator(
                 num_output_tokens=num_drafts,
                 max_matching_ngram_size=self.max_matching_ngram_size,

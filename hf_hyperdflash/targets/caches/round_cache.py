@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
@@ -31,11 +32,20 @@ _OWN = (CACHE, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "
 _GROWTH = 64  # columns that a dynamic layer gets at once: more would be memory for nothing
 
 
+def layers_with_keys(cache: object) -> list[Any]:
+    """Return the layers of a cache but for the last ones without keys, where a target's last layers have those of
+    earlier ones."""
+    layers, without = list(getattr(cache, "layers", ())), getattr(cache_utils, "DummyLayer", ())  # of later versions
+    while layers and isinstance(layers[-1], without):
+        layers.pop()
+    return layers
+
+
 def is_of_plain_layers(cache: object) -> bool:
     """Return whether all layers of a cache are transformers' own attention layers, so that a [`RoundCache`] can be
     made of it. A cache that is offloaded layer by layer stays as it is."""
     known = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
-    layers = getattr(cache, "layers", ())
+    layers = layers_with_keys(cache)
     is_plain = bool(layers) and all(type(layer) in known and layer.is_initialized for layer in layers)
     return is_plain and not getattr(cache, "offloading", False)
 
@@ -270,7 +280,7 @@ class RoundCache(Cache):
         self.starts = torch.tensor(lengths, device=cast(StaticLayer, cache.layers[0]).device)
         layers = [
             RoundLayer(cast(StaticLayer, layer), window, lengths, self.starts, width)
-            for layer, window in zip(cache.layers, windows)
+            for layer, window in zip(layers_with_keys(cache), windows)
         ]
         super().__init__(layers=[*layers])
         if layers[0].is_static:
@@ -370,7 +380,7 @@ class RoundForward:
         self.max_positions, self.is_fixed = max_positions, is_fixed
         # A text that fits in fewer static columns than the window never leaves it. A longer text slides through
         # these columns, as in plain decoding.
-        columns = [getattr(layer, "max_cache_len", sys.maxsize) for layer in cache.layers]
+        columns = [getattr(layer, "max_cache_len", sys.maxsize) for layer in layers_with_keys(cache)]
         windows = [
             None if window is None or final_length <= count < window else min(window, count)
             for window, count in zip(target.windows, columns)

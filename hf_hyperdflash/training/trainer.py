@@ -121,6 +121,11 @@ class HyperDFlashTrainer(Trainer):
                 f"`model` is a {type(model).__name__}, expected a HyperDFlashDrafter or another drafter of blocks. "
                 "Make one with `HyperDFlashDrafter.from_target(target)` and pass the target as `target`."
             )
+        if adapters := getattr(model, "adapters", ()):
+            raise ValueError(
+                f"`model` has adapters to choose among ({', '.join(adapters)}), expected a drafter without, or one "
+                "that PEFT wraps: `get_peft_model(load_drafter(FOLDER, dtype=torch.float32), config)`."
+            )
         seen = target_of(target)
         cast(Any, model).check_trainable(seen)
         config = self.drafter_config = cast(HyperDFlashConfig, model.config)

@@ -9,6 +9,7 @@ each layer and adapter, about as many as another pass, and it would have to know
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import warnings
 from collections.abc import Iterator
@@ -206,8 +207,7 @@ class WithAdapters:
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         for name in [check_adapter(self, each) for each in names]:
             self._check_unobserved()
-            if name == self._set_adapter:
-                self._set(None)
+            self._set(None if name == self._set_adapter else self._set_adapter)  # else PEFT would choose another
             peft.delete_adapter(self, name, "lora_")
             del own.peft_config[name]
         if not own.peft_config:
@@ -343,7 +343,9 @@ def read_adapter(name: str | Path, **hub_kwargs: Unpack[HubOptions]) -> tuple[An
             "safetensors: save it with `save_pretrained`, or check the name and the network."
         ) from error
     try:
-        config, weights = peft.PeftConfig.from_pretrained(Path(files[0]).parent), load_file(files[1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of fields that a later PEFT has
+            config, weights = peft.PeftConfig.from_pretrained(Path(files[0]).parent), load_file(files[1])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"The {ADAPTER_CONFIG} of {name} cannot be read ({type(error).__name__}: {error}). Copy or download the "
@@ -355,11 +357,13 @@ def read_adapter(name: str | Path, **hub_kwargs: Unpack[HubOptions]) -> tuple[An
     return config, weights
 
 
-def cast_adapter(folder: Path, dtype: torch.dtype | str) -> None:
-    """Store the weights of a saved adapter in another dtype."""
-    wanted = named_dtype(dtype)
-    save_file({key: part.to(wanted) for key, part in load_file(folder / ADAPTER_WEIGHTS).items()},
-              folder / ADAPTER_WEIGHTS, {"format": "pt"})  # fmt: skip
+def finish_adapter(folder: Path, dtype: torch.dtype | str, base: str) -> None:
+    """Store the weights of a saved adapter in another dtype, and the name of the drafter that it is of."""
+    tensors, wanted = load_file(folder / ADAPTER_WEIGHTS), named_dtype(dtype)
+    save_file({key: tensor.to(wanted) for key, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    fields = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    text = json.dumps({**fields, "base_model_name_or_path": base}, indent=2, sort_keys=True)
+    (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
 
 
 def _lora_layers(drafter: nn.Module) -> list[tuple[str, Any]]:

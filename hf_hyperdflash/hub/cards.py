@@ -146,7 +146,9 @@ def drafter_card(
     )
 
 
-def adapter_card(folder: str | Path, *, repo_id: str | None = None, tags: Sequence[str] | None = None) -> ModelCard:
+def adapter_card(
+    folder: str | Path, *, repo_id: str | None = None, license: str | None = None, tags: Sequence[str] | None = None
+) -> ModelCard:
     """Return the card of the adapter of a drafter that is saved in `folder`, which users load by `repo_id`."""
     folder = Path(folder)
     repo_id = repo_id or str(folder)
@@ -157,6 +159,7 @@ def adapter_card(folder: str | Path, *, repo_id: str | None = None, tags: Sequen
     name = Path(repo_id).name
     data = ModelCardData(
         base_model=base if is_hub_name(base) else None,
+        license=license,
         library_name="peft",
         tags=["hyperdflash", "speculative-decoding", "lora", *(tags or ())],
         model_name=name,
@@ -168,7 +171,7 @@ def adapter_card(folder: str | Path, *, repo_id: str | None = None, tags: Sequen
 
 # {name}
 
-A LoRA adapter of rank {fields["r"]}, {count:,} parameters, of {Path(base).name or "the drafter that it was trained for"}.
+A LoRA adapter of rank {fields["r"]}, {count:,} parameters, of {Path(base).name or "a drafter"}.
 The target verifies each draft, so the text stays the target's own.
 
 ```python
@@ -182,6 +185,12 @@ out = target.generate(**inputs, assistant_model=drafter, adapter="{name.replace(
 
 PEFT's own `PeftModel.from_pretrained(drafter, "{repo_id}").merge_and_unload()` makes it a part of the drafter.
 """)
+
+
+def has_whole_modules(folder: Path) -> bool:
+    """Return whether an adapter in `folder` is PEFT's alone, with more than LoRA of linear layers."""
+    fields = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    return fields.get("peft_type") != "LORA" or bool(fields.get("modules_to_save"))
 
 
 def _parameters(folder: Path) -> str | None:

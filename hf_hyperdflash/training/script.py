@@ -19,7 +19,7 @@ import torch
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
-from ..drafters.adapters import cast_adapter, lora_config
+from ..drafters.adapters import finish_adapter, lora_config
 from ..drafters.blocks.drafter import BlockDrafter
 from ..drafters.configuration import DrafterConfig
 from ..drafters.parts.heads import HEADS
@@ -341,7 +341,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     torch.manual_seed(args.seed)
     drafter: Any = earlier or new_drafter(script, target, tokenizer)
     if script.lora_rank:
-        drafter.name_or_path = checkpoints.public_name(str(script.drafter))  # by which the adapter says whose it is
+        drafter.name_or_path = ""  # which PEFT would look for on the Hub with each checkpoint
         drafter = import_module("peft").get_peft_model(drafter, lora_config(drafter, script.lora_rank))
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
@@ -381,7 +381,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     trainer.save_state()
     if trainer.is_world_process_zero():
         if script.lora_rank:
-            cast_adapter(folder, script.save_dtype)
+            finish_adapter(folder, script.save_dtype, checkpoints.public_name(str(script.drafter)))
         else:  # loading casts what may be cast; the gate stays float32
             loading.load_drafter(folder, dtype=script.save_dtype).save_pretrained(folder)
         checkpoints.apply_umask(folder)

@@ -346,10 +346,11 @@ def test_files_that_are_no_adapter_of_the_drafter_are_refused(tmp_path):
         folder("bare"): (("adapter_model.safetensors", "safetensors"), OSError),
         tmp_path / "nowhere": (("nowhere", "adapter_config.json"), OSError),
     }
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "cut" / "adapter_config.json").write_text("{}")
-    (tmp_path / "cut" / "adapter_model.safetensors").write_bytes(b"x")
-    cases[tmp_path / "cut"] = (("cut", "adapter_config.json"), ValueError)
+    for name, text, words in (("empty", "{}", "LoraConfig"), ("text", "{", "adapter_config.json")):
+        (folder(name, tensors=weights) / "adapter_config.json").write_text(text)
+        cases[tmp_path / name] = ((name, words), ValueError)
+    (folder("cut") / "adapter_model.safetensors").write_bytes(b"x")
+    cases[tmp_path / "cut"] = (("cut", "damaged"), OSError)
     for path, (words, error) in cases.items():
         Refusal(lambda path=path: drafter.load_adapter(path, "new"), words, error).check()
         assert drafter.adapters == NAMES

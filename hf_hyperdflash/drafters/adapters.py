@@ -148,6 +148,7 @@ class WithAdapters:
         self,
         peft_model_id: str | Path | None = None,
         adapter_name: str | None = None,
+        *others: Any,
         **hub_kwargs: Any,
     ) -> Any:
         """Load a LoRA adapter in PEFT's layout, and set it.
@@ -155,6 +156,7 @@ class WithAdapters:
         Args:
             peft_model_id: Folder or Hub id.
             adapter_name: By which requests choose it; `"default"` if left out.
+            *others: Of transformers' own method alone.
             **hub_kwargs: Where it is, as of [`~hub.loading.load_drafter`].
 
         Raises:
@@ -162,8 +164,10 @@ class WithAdapters:
                 free.
             OSError: If it cannot be found, or is not in safetensors.
         """
-        if peft_model_id is None or "load_config" in hub_kwargs:  # `from_pretrained` with an adapter's folder
-            return cast(Any, super()).load_adapter(peft_model_id, adapter_name, **hub_kwargs)
+        if (
+            peft_model_id is None or others or "load_config" in hub_kwargs
+        ):  # `from_pretrained` with an adapter's folder
+            return cast(Any, super()).load_adapter(peft_model_id, adapter_name, *others, **hub_kwargs)
         name, what = adapter_name or "default", str(peft_model_id)
         config, weights = read_adapter(peft_model_id, **hub_kwargs)
         self._inject(config, name, what)

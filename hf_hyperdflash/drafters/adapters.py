@@ -13,7 +13,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path, PurePath
@@ -99,6 +99,7 @@ class WithAdapters:
     there yet."""
 
     _has_adapters = False
+    _hf_peft_config_loaded = False
     _set_adapter: str | None = None
 
     @property
@@ -164,11 +165,15 @@ class WithAdapters:
                 free.
             OSError: If it cannot be found, or is not in safetensors.
         """
-        if (
-            peft_model_id is None or others or "load_config" in hub_kwargs
-        ):  # `from_pretrained` with an adapter's folder
-            return cast(Any, super()).load_adapter(peft_model_id, adapter_name, *others, **hub_kwargs)
         name, what = adapter_name or "default", str(peft_model_id)
+        if peft_model_id is None or others or "load_config" in hub_kwargs:  # `from_pretrained` of an adapter
+            info = cast(Any, super()).load_adapter(peft_model_id, adapter_name, *others, **hub_kwargs)
+            with suppress(ValueError):  # else it is PEFT's alone
+                self._check_config(copy.copy(cast(Any, self).peft_config[name]), what)
+                self._hf_peft_config_loaded = False  # by which transformers would save adapters itself
+                self._manage(name)
+                self._set(name)
+            return info
         config, weights = read_adapter(peft_model_id, **hub_kwargs)
         self._inject(config, name, what)
         own = self._lora_tensors(name)
@@ -182,7 +187,7 @@ class WithAdapters:
             check_names(what, missing=own.keys() - given.keys(), unexpected=given.keys() - own.keys(),
                         of_another_shape=shapes)  # fmt: skip
         except ValueError:
-            self.delete_adapter(name)
+            self._delete(name)
             raise
         for key, tensor in own.items():
             tensor.copy_(given[key])
@@ -207,19 +212,10 @@ class WithAdapters:
         Raises:
             ValueError: If there is no such adapter.
         """
-        peft, own = import_module("peft.functional"), cast(Any, self)
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         for name in [check_adapter(self, each) for each in names]:
             self._check_unobserved()
-            self._set(None if name == self._set_adapter else self._set_adapter)  # else PEFT would choose another
-            peft.delete_adapter(self, name, "lora_")
-            del own.peft_config[name]
-        if not own.peft_config:
-            for path, layer in _lora_layers(own):
-                parent, _, last = path.rpartition(".")
-                setattr(own.get_submodule(parent), last, layer.base_layer)
-            del own.peft_config
-            self._has_adapters = False
+            self._delete(name)
 
     # Inside
 
@@ -232,6 +228,20 @@ class WithAdapters:
         for _, layer in _lora_layers(cast(nn.Module, self)):
             layer.set_adapter([] if name is None else [name])
 
+    def _delete(self, name: str) -> None:
+        own = cast(Any, self)
+        self._set(None if name == self._set_adapter else self._set_adapter)  # else PEFT would choose another
+        import_module("peft.functional").delete_adapter(self, name, "lora_")
+        del own.peft_config[name]
+        if own.peft_config:
+            return
+        for path, layer in _lora_layers(own):
+            parent, _, last = path.rpartition(".")
+            setattr(own.get_submodule(parent), last, layer.base_layer)
+        own.requires_grad_(True)  # PEFT had frozen it
+        del own.peft_config
+        self._has_adapters = False
+
     def _check_unobserved(self) -> None:
         if getattr(self, "observer", None) is not None:
             raise ValueError(
@@ -239,7 +249,7 @@ class WithAdapters:
             )
 
     def _inject(self, config: LoraConfig, name: str, what: str) -> None:
-        """Add an adapter with fresh weights in the drafter's dtype, and let its layers hear of what is [`using`]."""
+        """Add an adapter with fresh weights."""
         own, known = cast(Any, self), self.adapters
         if hasattr(self, "peft_config") and not known:
             raise ValueError(
@@ -257,7 +267,11 @@ class WithAdapters:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of several adapters
             import_module("peft").inject_adapter_in_model(config, self, name)
-        self._has_adapters = True
+        self._manage(name)
+
+    def _manage(self, name: str) -> None:
+        """Let requests choose an adapter that the drafter's layers have."""
+        own, self._has_adapters = cast(Any, self), True
         for _, layer in _lora_layers(own):
             if _choose not in layer._forward_pre_hooks.values():
                 layer.register_forward_pre_hook(_choose, with_kwargs=True)

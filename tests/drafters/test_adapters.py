@@ -239,6 +239,10 @@ def test_an_adapter_is_saved_and_loaded_alone(tmp_path, caplog):
     assert drafts(target, wrapped, prompt(11))[1] == drafts(target, drafter, prompt(11), adapter="code")[1]
     same = HyperDFlashDrafter.from_pretrained(tmp_path / "code")  # with the drafter that its configuration names
     same.bind(target)
+    assert same.adapters == ("default",)
+    same.save_pretrained(tmp_path / "same")
+    saved = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("same", "code")]
+    assert saved[0] == saved[1]
     assert drafts(target, same, prompt(11))[1] == drafts(target, drafter, prompt(11), adapter="code")[1]
 
 
@@ -250,6 +254,7 @@ def test_without_its_last_adapter_a_drafter_is_as_before():
     assert drafter.adapters == ("chat",) and drafter.active_adapters() == []
     drafter.delete_adapter(["chat"])
     assert drafter.adapters == () and [name for name, _ in drafter.named_modules()] == names
+    assert all(weight.requires_grad for weight in drafter.parameters())
     adapted(drafter, ["again"])
     assert drafter.adapters == ("again",)
 

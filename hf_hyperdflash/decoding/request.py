@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -78,13 +78,14 @@ class Pair:
     """A drafter with one target, for one call. Only their `facts` outlive it, and these refer to neither.
 
     Attributes:
-        adapter: Of the drafter's, for a text; [`~drafters.adapters.BASE`] for none, `None` where it has no adapters.
+        adapter: Of the drafter's, for a text, or for each that is drafted for; [`~drafters.adapters.BASE`] for none,
+            `None` where it has no adapters.
     """
 
     target: Target
     drafter: Drafter
     facts: PairFacts
-    adapter: str | None = None
+    adapter: str | tuple[str, ...] | None = None
 
     @classmethod
     def checked(cls, target: Target, drafter: Drafter) -> Pair:
@@ -164,10 +165,16 @@ class Pair:
 
 
 def draft_by_adapter(pairs: Sequence[Pair], requests: Sequence[DraftRequest]) -> list[DraftTree]:
-    """Return the drafts for each text. Those of texts with the same adapter are made together."""
+    """Return the drafts for each text, made together where one pass can have the adapters of all."""
     drafted: dict[int, DraftTree] = {}
-    for adapter in dict.fromkeys(pair.adapter for pair in pairs):
-        own = [index for index, pair in enumerate(pairs) if pair.adapter == adapter]
+    adapters = [pair.adapter for pair in pairs]
+    kinds = list(dict.fromkeys(adapters))
+    # A drafter leaves out a text of whose context nothing is known.
+    has_rows = getattr(pairs[0].drafter, "rows_are_texts", False) if len(kinds) > 1 else False
+    if has_rows and all(each.context.end for each in requests):
+        return replace(pairs[0], adapter=tuple(map(str, adapters))).draft(requests)
+    for adapter in kinds:
+        own = [index for index, known in enumerate(adapters) if known == adapter]
         drafted.update(zip(own, pairs[own[0]].draft([requests[index] for index in own])))
     return [drafted[index] for index in range(len(requests))]
 

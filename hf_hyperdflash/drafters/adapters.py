@@ -2,8 +2,7 @@
 
 They are PEFT's, in its layout. A text keeps its adapter, as the keys in its context are made with it. All threads
 share a drafter, so an adapter is chosen for this thread's forwards ([`using`]) and not by a state of the modules.
-Texts of a batch with the same adapter are drafted in one pass: PEFT's forward over mixed rows runs five operations for
-each layer and adapter, about as many as another pass, and it would have to know which text each row belongs to.
+Texts of a batch with different adapters draft in one pass where its rows are the texts, else in one for each adapter.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ _PLAIN = {
 }  # fmt: skip
 _STARTS = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` by which the drafter's own weights stay
 
-_chosen: ContextVar[str | None] = ContextVar("_chosen", default=None)
+_chosen: ContextVar[str | tuple[str, ...] | None] = ContextVar("_chosen", default=None)
 
 
 @contextmanager
-def using(adapter: str | None) -> Iterator[None]:
-    """Run this thread's forwards of drafters with an adapter inside the `with`, [`BASE`] for none; `None` for the one
-    that is set ([`WithAdapters.set_adapter`])."""
+def using(adapter: str | tuple[str, ...] | None) -> Iterator[None]:
+    """Run this thread's forwards of drafters with an adapter inside the `with`, or with one for each of their rows;
+    [`BASE`] for none; `None` for the one that is set ([`WithAdapters.set_adapter`])."""
     token = _chosen.set(adapter)
     try:
         yield
@@ -62,7 +61,7 @@ def using(adapter: str | None) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def chosen_adapter() -> str | None:
+def chosen_adapter() -> str | tuple[str, ...] | None:
     """Return the adapter that this thread's forwards run with, as in [`using`]."""
     return _chosen.get()
 
@@ -96,8 +95,14 @@ def check_adapter(drafter: object, name: object) -> str:
 
 class WithAdapters:
     """A drafter's LoRA adapters, under the names of transformers' methods, whose own ask for a PEFT that may not be
-    there yet."""
+    there yet.
 
+    Attributes:
+        rows_are_texts: Whether all passes of `draft` have a row for each text, in the order of the requests. Then
+            texts with different adapters draft in one pass.
+    """
+
+    rows_are_texts = False
     _has_adapters = False
     _hf_peft_config_loaded = False
     _set_adapter: str | None = None
@@ -390,5 +395,8 @@ def _lora_layers(drafter: nn.Module) -> list[tuple[str, Any]]:
 
 def _choose(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tell a layer of PEFT the adapter that is [`using`]; with `None` it takes the one that is set."""
-    name = _chosen.get()
-    return None if name is None else (args, {**kwargs, "adapter_names": [name] * len(args[0])})
+    adapter = _chosen.get()
+    if adapter is None:
+        return None
+    names = list(adapter) if isinstance(adapter, tuple) else [adapter] * len(args[0])
+    return args, {**kwargs, "adapter_names": names}

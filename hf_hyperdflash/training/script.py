@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -342,7 +343,9 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     drafter: Any = earlier or new_drafter(script, target, tokenizer)
     if script.lora_rank:
         drafter.name_or_path = ""  # which PEFT would look for on the Hub with each checkpoint
-        drafter = import_module("peft").get_peft_model(drafter, lora_config(drafter, script.lora_rank))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT calls transformers by old names
+            drafter = import_module("peft").get_peft_model(drafter, lora_config(drafter, script.lora_rank))
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
     )
@@ -382,6 +385,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if trainer.is_world_process_zero():
         if script.lora_rank:
             finish_adapter(folder, script.save_dtype, checkpoints.public_name(str(script.drafter)))
+            trainer.create_model_card()  # instead of PEFT's, which knows nothing
         else:  # loading casts what may be cast; the gate stays float32
             loading.load_drafter(folder, dtype=script.save_dtype).save_pretrained(folder)
         checkpoints.apply_umask(folder)

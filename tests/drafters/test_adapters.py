@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, load_drafter
-from hf_hyperdflash.decoding.request import CONTEXT
+from hf_hyperdflash.decoding.request import CONTEXT, Pair
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.adapters import linear_layers
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
+from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import mostly_nightly, prompt, tiny_drafter, tiny_target
 from ..contracts.test_drafters import KINDS, LAWS
@@ -26,7 +27,6 @@ from ..helpers.headed_drafters import headed
 from ..helpers.loops import in_transformers_loop
 from ..helpers.refusals import Refusal
 from ..helpers.saved_folder import furthest_from_the_law
-from ..helpers.unrolled import unrolled
 
 NAMES = ("code", "chat")
 GREEDILY = {"do_sample": False, "max_new_tokens": 10}
@@ -92,15 +92,24 @@ def test_drafts_are_those_of_the_adapter_merged_into_the_weights(kind, tmp_path)
     assert seen[0] != seen[1] != seen[2] != seen[0]  # else nothing was asked
 
 
-@pytest.mark.parametrize("kind", ["blocks", "entries"])
-def test_a_batch_with_a_mixture_is_each_text_alone(kind):
-    made = {"entries": lambda target: unrolled("eagle3", target, max_blocks=4)}
-    target, drafter = dense(made.get(kind, lambda target: headed(target, "markov", **READ)))
+FIRST = ["dspark", "eagle3", "specblock", "medusa", "prompt lookup"]  # the last one has no weights
+
+
+@pytest.mark.parametrize("kind", mostly_nightly([*FIRST[:4], *(kind for kind in KINDS if kind not in FIRST)], kept=4))
+def test_a_batch_with_a_mixture_is_each_text_alone(kind, tmp_path, monkeypatch):
+    """All drafted for in one pass, where its rows are the texts."""
+    target, drafter = KINDS[kind](tmp_path)
+    adapted(drafter).bind(target)
     names = ["code", None, "chat", "code", "chat"]
-    texts = [prompt(9 + 3 * seed, seed) for seed in range(len(names))]
+    texts = [prompt(1 + 4 * seed, seed) for seed in range(len(names))]
     ids, mask = padded_on_the_left([text[0] for text in texts])
+    asked, draft = [], Pair.draft
+    monkeypatch.setattr(Pair, "draft", lambda pair, requests: asked.append(len(requests)) or draft(pair, requests))
     for way in ({}, {"tree_budget": 5}):
+        asked.clear()
         together, of_rows = drafts(target, drafter, ids, attention_mask=mask, adapter=names, **way)
+        if target_of(target).can_join_sequences:
+            assert asked[0] == (len(names) if drafter.rows_are_texts else 2)
         for row, (text, name) in enumerate(zip(texts, names)):
             alone, (own,) = drafts(target, drafter, text, adapter=name, **way)
             assert of_rows[row] == own

@@ -27,6 +27,7 @@ from ..helpers.headed_drafters import headed
 from ..helpers.loops import in_transformers_loop
 from ..helpers.refusals import Refusal
 from ..helpers.saved_folder import furthest_from_the_law
+from ..helpers.training import rows, trainer_for
 
 NAMES = ("code", "chat")
 GREEDILY = {"do_sample": False, "max_new_tokens": 10}
@@ -372,6 +373,11 @@ def test_files_that_are_no_adapter_of_the_drafter_are_refused(tmp_path):
     names = [name for name, _ in fresh.named_modules()]
     Refusal(lambda: fresh.load_adapter(tmp_path / "rank"), ("another shape",)).check()
     assert fresh.adapters == () and [name for name, _ in fresh.named_modules()] == names
+
+
+def test_the_trainer_takes_a_drafter_without_adapters_or_a_wrapped_one(tmp_path):
+    target, drafter = dense()
+    Refusal(lambda: trainer_for(tmp_path, target, drafter, rows(2)), ("code, chat", "get_peft_model")).check()
 
 
 def test_a_wrapped_drafter_stays_pefts(tmp_path):

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from ..drafters.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..drafters.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, finish_adapter
 from ..drafters.saved import NOTE, RECIPE_FILE, SavedDrafter
 from ..drafters.weights import weight_files
 from .cards import PICTURE, TRAINING_RECORD, adapter_card, drafter_card
@@ -94,6 +94,8 @@ def _gather(
     drafter.save_pretrained(folder, max_shard_size=max_shard_size)
     new = "a new one; where the repository has a card, that stays"
     if drafter.active_adapters():
+        base = drafter.name_or_path or ""
+        finish_adapter(folder, drafter.dtype, Path(base).name if Path(base).exists() else base)  # no folder of ours
         if has_card():
             return "the repository's"
         adapter_card(folder, repo_id=repo_id, tags=tags).save(folder / "README.md")

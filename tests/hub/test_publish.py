@@ -325,6 +325,7 @@ told["none"] = failure(again.load_adapter, "org/none", "none")
     files = hub.files("org/code")
     assert set(files) == alone and hub.repos["org/code"].private
     assert hub.repos["org/code"].branches["main"][-1].title == "Upload LoRA adapter of a drafter"
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "drafter"  # without its folders
     card = files["README.md"].decode()
     assert "- mine" in card and 'load_adapter("org/code", "code")' in card and "rank 2" in card
     assert set(hub.files("org/base")) == WHOLE | {".gitattributes"}

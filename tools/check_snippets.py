@@ -59,6 +59,7 @@ def snippets(page: Path, language: str = "python") -> list[str]:
 def make_names(root: Path) -> None:
     """Make folders of what the pages name on the Hub."""
     from hf_hyperdflash import Eagle3Drafter, HyperDFlashDrafter, SpecBlockDrafter, load_drafter, load_target
+    from hf_hyperdflash.drafters.adapters import lora_config
     from hf_hyperdflash.hub.formats import export_dflash
     from tests.helpers.dense_pair import save_dense_pair
 
@@ -73,7 +74,10 @@ def make_names(root: Path) -> None:
     SpecBlockDrafter.from_target(qwen).save_pretrained(root / "weijiezz" / "SpecBlock-Qwen3-8B")
     make_quantized(root / "deepseek-ai" / "DeepSeek-V4-Flash-0731")
     v4 = load_target(str(TARGET), dtype="float32")
-    load_drafter(str(DRAFTER), target=v4).save_pretrained(root / "org" / "my-drafter")
+    drafter = load_drafter(str(DRAFTER), target=v4)
+    drafter.save_pretrained(root / "org" / "my-drafter")
+    drafter.add_adapter(lora_config(drafter, 4), "code")
+    drafter.save_pretrained(root / "org" / "code-adapter")
 
 
 def make_quantized(folder: Path) -> None:

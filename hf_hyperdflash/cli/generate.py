@@ -29,6 +29,7 @@ def generate(
     session: Session,
     drafter: options.Drafter,
     prompt: Annotated[str, typer.Argument(help='What to ask, as one chat turn: "What is 2 + 3?".')],
+    adapter: Annotated[str | None, typer.Option(help="Path or Hub id of a LoRA adapter of the drafter.")] = None,
     max_new_tokens: options.NewTokens = 256,
     temperature: options.Temperature = 0.0,
     num_draft_tokens: options.NumDraftTokens = None,
@@ -55,8 +56,14 @@ def generate(
         has_all = "PYTHONIOENCODING=utf-8 prints all characters"
         print(f"Characters that {encoding} does not have are printed as escapes; {has_all}.", file=sys.stderr)
     announce("target", session.target)
-    use_cache_if_offline(session.target, drafter)
+    use_cache_if_offline(session.target, drafter, adapter)
     session.check([(drafter, num_draft_tokens)])
+    if adapter is not None:
+        if drafter == options.PROMPT_LOOKUP:
+            raise ValueError(f"`--adapter` is {adapter!r}, but {drafter} has no weights: leave one of the two out.")
+        from ..drafters.adapters import read_adapter
+
+        read_adapter(adapter)  # what cannot be read is said before the target is loaded
     model, tokenizer, loaded = session.load([drafter])
     import torch
     from rich.console import Console
@@ -67,6 +74,8 @@ def generate(
     from .display.who_wrote import WhoWrote
 
     assistant = loaded[drafter]
+    if adapter is not None:
+        cast(Any, assistant).load_adapter(adapter)
     assistant.bind(model)
     if num_draft_tokens is not None:
         assistant.num_draft_tokens = num_draft_tokens

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
@@ -126,7 +127,8 @@ class BoundTarget(_Mixed):
         if request.drafter is not None:
             request.drafter._remember(None)  # of an earlier call's, where this one turns out not to draft
         request.check()
-        kwargs.pop("tree_budget", None)  # which transformers does not know
+        for name in ("tree_budget", "adapter") if request.drafter is not None else ("tree_budget",):
+            kwargs.pop(name, None)  # which transformers does not know
         if "assistant_model" not in arguments and request.drafter is not None:
             kwargs["assistant_model"] = request.drafter  # the default
         token = _request.set(request)
@@ -225,14 +227,14 @@ class BoundTarget(_Mixed):
         # All are prepared before the first is written: an error of one comes before any work, and `max_time` is for
         # all.
         sequences = []
-        for row in rows:
+        for row, adapter in zip(rows, request.adapters):
             if len(rows) > 1 and not request.target.can_join_sequences:
                 # A cache of its own, which goes when the text is written: transformers holds the prepared one to the
                 # end.
                 row = row._replace(arguments={**row.arguments, CACHE: None})
                 self._prepare_cache_for_generation(config, row.arguments, mode, 1, config.max_length - 1)
                 request.prepare_cache(row.arguments[CACHE], config)
-            sequences.append(Sequence(request, row, config))
+            sequences.append(Sequence(request, row, config, adapter))
         return speculative_decoding(sequences)
 
     def _get_candidate_generator(
@@ -246,14 +248,16 @@ class BoundTarget(_Mixed):
         config, model_kwargs = kwargs["generation_config"], kwargs["model_kwargs"]
         request = self._request_with(cast(Drafter, assistant_model), config, model_kwargs)
         request.prepare_cache(model_kwargs[CACHE], config)
-        return DraftCandidateGenerator(request.pair, request.num_drafts, config, kwargs.get("logits_processor"))
+        pair = replace(request.pair, adapter=request.adapters[0])
+        return DraftCandidateGenerator(pair, request.num_drafts, config, kwargs.get("logits_processor"))
 
     def _request_with(self, drafter: Drafter, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Request:
         """Return this thread's request; in a loop of somebody's own, what it asks for with a `drafter` of its own."""
         request = _request.get()
         if request is not None and request.drafter is drafter:
             return request
-        known = {"generation_config": config} if request is None else request.arguments
+        known = {"generation_config": config} if request is None else dict(request.arguments)
+        known.pop("adapter", None)  # another drafter's
         own = {"inputs": None, "input_ids": None, "assistant_model": drafter, CACHE: model_kwargs.get(CACHE)}
         return Request(self, {**known, **own})
 

@@ -30,7 +30,7 @@ from ..targets.hooks import OPEN_FORWARDS, is_between_writes
 from ..targets.target import TargetOutput, TreeVerification, stop_recording
 from ..trees.tree import DraftTree
 from .outputs import generate_output
-from .request import check_croppable, is_static_attention_cache
+from .request import check_croppable, draft_by_adapter, is_static_attention_cache
 from .rounds import ChainRound, Choices, padded, round_over
 from .sequence import Sequence, store_context
 from .stats import merged_stats
@@ -105,7 +105,7 @@ def run_round(batch: Batch) -> None:
         if count
     ]
     drafting_began = now()
-    drafted_trees = iter(batch.pair.draft(requests))
+    drafted_trees = iter(draft_by_adapter([sequence.pair for sequence, _ in drafting], requests))
     draft_seconds = (now() - drafting_began) / max(len(requests), 1)
     trees = []
     for sequence, count in zip(sequences, counts):
@@ -298,7 +298,7 @@ class Batch:
                 self.verification = "chain"  # of remote code's own cache
         if len(self.sequences) == 1:
             store_context(
-                self.cache, self.drafter, first.context
+                self.cache, first.pair, first.context
             )  # the next turn takes it if both end at the same token
 
     def _choose_policy(self) -> None:
@@ -324,8 +324,9 @@ class Batch:
             self.policy = ChainPolicy(stats)
 
     def compile_drafter(self) -> None:
-        """Let the drafter's passes run compiled where the target's rounds do."""
-        if self.round_forward is None or self.compiled is None:
+        """Let the drafter's passes run compiled where the target's rounds do. With adapters they run eagerly: a
+        graph does not see which one a pass uses."""
+        if self.round_forward is None or self.compiled is None or self.pair.adapter is not None:
             return
         contexts = [sequence.context for sequence in self.sequences]
         config = self.sequences[0].config

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -17,6 +18,7 @@ from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLaye
 from transformers.generation.configuration_utils import GenerationConfig
 
 from ..auto.policies import MAX_AUTO_NODES, DraftingStats
+from ..drafters.adapters import BASE, check_adapter, using
 from ..drafters.base import AUTO, Drafter, Observer
 from ..drafters.sampling import DraftRequest, DraftSampler
 from ..targets.caches.name import CACHE
@@ -35,6 +37,7 @@ _CACHE_STEP = 256  # of static caches' lengths: rounds are compiled anew for eac
 _MEDIA = "pixel_values", "mm_encoder_outputs", "input_features"  # prefixes of `generate`'s arguments
 _MAX_AUTO_DRAFTS = 8  # with `num_assistant_tokens="auto"`, of a drafter that can draft any number
 _HARMLESS = "transformers.", __package__.split(".")[0] + "."  # whose hooks and processors keep nothing
+CONTEXT = "_hyperdflash_context"  # attribute of a cache: a drafter's context, for the next turn
 MOST_NODES = 1024  # of a draft tree: the masks and scores of many more fill any memory
 
 
@@ -45,12 +48,12 @@ class PairFacts(NamedTuple):
     Attributes:
         layer_ids: The layers of the target whose residual streams the drafter reads.
         vocab_size: The target's when the two were checked. Rows may be added to a bound target's embedding.
-        stats: What "auto" knows of their rounds, by `do_sample`.
+        stats: What "auto" knows of their rounds, by `do_sample`, and by the texts' adapters where there are some.
     """
 
     layer_ids: tuple[int, ...]
     vocab_size: int
-    stats: dict[bool, DraftingStats]
+    stats: dict[object, DraftingStats]
 
 
 class CheckedPairs(WeakKeyDictionary[Drafter, PairFacts]):
@@ -73,11 +76,17 @@ class CheckedPairs(WeakKeyDictionary[Drafter, PairFacts]):
 
 @dataclass(frozen=True)
 class Pair:
-    """A drafter with one target, for one call. Only their `facts` outlive it, and these refer to neither."""
+    """A drafter with one target, for one call. Only their `facts` outlive it, and these refer to neither.
+
+    Attributes:
+        adapter: Of the drafter's, for a text, or for each that is drafted for; [`~drafters.adapters.BASE`] for none,
+            `None` where it has no adapters.
+    """
 
     target: Target
     drafter: Drafter
     facts: PairFacts
+    adapter: str | tuple[str, ...] | None = None
 
     @classmethod
     def checked(cls, target: Target, drafter: Drafter) -> Pair:
@@ -107,7 +116,8 @@ class Pair:
         have more layers than it reads, it is handed its own, the first."""
         if residual is not None:
             residual = residual[:, :, : len(self.facts.layer_ids) * self.target.streams]
-        self.drafter.extend(self.target, context, cast(torch.Tensor, residual), position_ids, next_ids)
+        with self.adapted():
+            self.drafter.extend(self.target, context, cast(torch.Tensor, residual), position_ids, next_ids)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Return the drafter's drafts for each text that asks for some.
@@ -119,7 +129,8 @@ class Pair:
         """
         if not requests:
             return []
-        drafted, vocab_size = self.drafter.draft(self.target, requests), self.target.config.vocab_size
+        with self.adapted():
+            drafted, vocab_size = self.drafter.draft(self.target, requests), self.target.config.vocab_size
         if not isinstance(drafted, (list, tuple)) or len(drafted) != len(requests):
             given = f"{len(drafted)} of them" if isinstance(drafted, (list, tuple)) else f"a {type(drafted).__name__}"
             raise ValueError(
@@ -145,8 +156,28 @@ class Pair:
         drawn."""
         admission = _AdmitsNone()
         sampler = DraftSampler(LogitsProcessorList(), do_sample=False, chain_admission=admission)
-        self.drafter.draft(self.target, [request._replace(sampler=sampler)])
+        with self.adapted():
+            self.drafter.draft(self.target, [request._replace(sampler=sampler)])
         return admission.are_finite
+
+    def adapted(self) -> AbstractContextManager[None]:
+        """Let the drafter's forwards use the adapter inside the `with`."""
+        return nullcontext() if self.adapter is None else using(self.adapter)
+
+
+def draft_by_adapter(pairs: Sequence[Pair], requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    """Return the drafts for each text, made together where one pass can have the adapters of all."""
+    drafted: dict[int, DraftTree] = {}
+    adapters = [pair.adapter for pair in pairs]
+    kinds = list(dict.fromkeys(adapters))
+    # A drafter leaves out a text of whose context nothing is known.
+    has_rows = getattr(pairs[0].drafter, "rows_are_texts", False) if len(kinds) > 1 else False
+    if has_rows and all(each.context.end for each in requests):
+        return replace(pairs[0], adapter=tuple(map(str, adapters))).draft(requests)
+    for adapter in kinds:
+        own = [index for index, known in enumerate(adapters) if known == adapter]
+        drafted.update(zip(own, pairs[own[0]].draft([requests[index] for index in own])))
+    return [drafted[index] for index in range(len(requests))]
 
 
 class Request:
@@ -166,7 +197,9 @@ class Request:
         ids: The prompts `[prompts, seq]`; `None` if there are none such.
         rows: How many texts are written.
         tree_budget: The most nodes of a draft tree, `"auto"` for what pays, `None` for chains.
-        pair: The target with the drafter. A request without a drafter has no `pair`, `num_drafts` or `drafting_stats`.
+        pair: The target with the drafter. A request without a drafter has no `pair`, `adapters`, `num_drafts` or
+            `drafting_stats`.
+        adapters: Of the drafter's, for each text, as in [`Pair`].
         num_drafts: The most drafts of a round, one after the other.
         drafting_stats: What "auto" knows of the pair, to draft what saves time; `None` to draft what is asked for.
 
@@ -195,10 +228,12 @@ class Request:
             self.pair, count = Pair.checked(self.target, self.drafter), self._num_assistant_tokens(self.drafter)
             max_drafts = self.drafter.max_draft_tokens or _MAX_AUTO_DRAFTS
             self.num_drafts = max_drafts if count == AUTO else cast(int, count)
+            self.adapters = self._adapters(self.drafter)
             self.drafting_stats: DraftingStats | None = None
             if AUTO in (count, self.tree_budget):
-                stats = self.pair.facts.stats
-                self.drafting_stats = stats.setdefault(bool(self.setting("do_sample")), DraftingStats())
+                stats, draws = self.pair.facts.stats, bool(self.setting("do_sample"))
+                own = {adapter for adapter in self.adapters if adapter is not None}
+                self.drafting_stats = stats.setdefault((draws, *sorted(own)) if own else draws, DraftingStats())
 
     def setting(self, name: str) -> Any:
         """Return what an argument, or else a generation configuration, the caller's before the target's, says."""
@@ -215,6 +250,28 @@ class Request:
             is_default = is_filled and config.num_assistant_tokens == defaults.get("num_assistant_tokens")
             found = config.num_assistant_tokens if found is None and not is_default else found
         return drafter.num_draft_tokens if found is None else drafter.check_num_draft_tokens(found)
+
+    def _adapters(self, drafter: Drafter) -> list[str | None]:
+        """Return the adapter of each text: what `adapter` says, for each prompt or for all. A call that does not say
+        takes the one that its cache's text has, or else the one that is set."""
+        known, stored = getattr(drafter, "adapters", ()), getattr(self.cache, CONTEXT, None)
+        given: Any = self.arguments.get("adapter")
+        if "adapter" not in self.arguments and known:
+            kept = stored.adapter if stored is not None and stored.drafter() is drafter else None
+            given = next(iter(cast(Any, drafter).active_adapters()), None)
+            given = kept if kept in (*known, BASE) else given
+        prompts = 1 if self.ids is None else len(self.ids)
+        each = list(given) if isinstance(given, (list, tuple)) else [given] * prompts
+        if len(each) != prompts:
+            raise ValueError(
+                f"`adapter` has {len(each)} names for {prompts} prompt{'s' * (prompts != 1)}, expected one name, or "
+                "None, for each: pass so many, or one name for all."
+            )
+        for name in each:
+            if name not in (None, BASE):
+                check_adapter(drafter, name)
+        names = [(name or BASE) if known else None for name in each]
+        return [names[row * prompts // self.rows] for row in range(self.rows)]
 
     # Before transformers is entered
 

@@ -6,6 +6,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -26,7 +27,7 @@ from ..targets.target import RewindableCache, TargetOutput, check_restart
 from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
 from ..trees.tree import ANCHOR, DraftTree
 from .outputs import OutputRecorder
-from .request import Request
+from .request import CONTEXT, Pair, Request
 from .rounds import ChainRound, Choices, TokenBuffer
 from .rows import Row
 from .stats import SpeculationStats, clock
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _FRUITLESS = 4  # rounds at a text's end, at most, without an accepted draft: then the drafter's scores are looked at
 _told: WeakSet[Drafter] = WeakSet()  # drafters whose scores were found not to be finite
-_CONTEXT, _PADDING = "_hyperdflash_context", "_hyperdflash_padding"  # attributes of a cache, for the next turn
+_PADDING = "_hyperdflash_padding"  # an attribute of a cache, for the next turn
 _CATCH_UP = 64  # tokens that a drafter takes in at once, or at least, after it was not asked for drafts for so long
 
 
@@ -46,9 +47,10 @@ class Sequence:
         request: The call's.
         row: The prompt, tokens that are already in the cache included, and what `generate` prepared for it.
         config: The generation configuration, prepared, too.
+        adapter: The drafter's for this text, as in [`~decoding.request.Pair`].
 
     Attributes:
-        pair: A bound target, and the drafter on any device.
+        pair: A bound target, and the drafter on any device, with the text's adapter.
         num_drafts: The most drafts of a round. The cache can take back one token more.
         layer_ids: Layers whose residual streams are read: the drafter's, then those that its observer wants.
         is_greedy: Whether the target's most probable tokens are written, and nobody asks for more of them.
@@ -62,14 +64,16 @@ class Sequence:
         ValueError: If the target starts its cache anew while the text grows.
     """
 
-    def __init__(self, request: Request, row: Row, config: GenerationConfig) -> None:
-        self.request, self.config, self.pair, self.num_drafts = request, config, request.pair, request.num_drafts
+    def __init__(self, request: Request, row: Row, config: GenerationConfig, adapter: str | None = None) -> None:
+        self.request, self.config, self.num_drafts = request, config, request.num_drafts
+        self.pair = replace(request.pair, adapter=adapter)
         target, drafter = self.target, self.drafter = request.pair.target, request.pair.drafter
         self.streamer: BaseStreamer | None = request.arguments.get("streamer")
         self.processor, self.stopping = row.processors, Stopping(row.criteria)
         self.sampler = DraftSampler(row.processors, bool(config.do_sample))
         observer = drafter.observer
-        self.observer = None if observer is None else observer.begin(target.model, self.sampler.do_sample)
+        with self.pair.adapted():
+            self.observer = None if observer is None else observer.begin(target.model, self.sampler.do_sample)
         wanted = None if self.observer is None else self.observer.target_layer_ids
         self.layer_ids = list(request.pair.facts.layer_ids if wanted is None else wanted)
         self.is_greedy = not (config.do_sample or len(row.processors) or config.return_dict_in_generate)
@@ -89,7 +93,7 @@ class Sequence:
         positions = None if positions is None else positions[..., -(row.ids.shape[1] - padding) :]
         self.tokens = TokenBuffer(row.ids, padding, mask, positions)
         check_restart(target.config, self.tokens.length, config.max_length, padding)
-        self.context = load_context(self.cache, drafter)
+        self.context = load_context(self.cache, self.pair)
         self.residuals: list[torch.Tensor] = []
         self.finished, self.streamer_seconds, self.now = False, 0.0, clock(target.model.device)
 
@@ -287,32 +291,34 @@ class StoredContext:
     """A drafter's context, which stays with the target's cache between turns. Copies of the cache get a copy of it.
 
     Args:
-        drafter: Whose context it is. Another's would be read as if it were one's own, so it is told apart by the
-            object itself: an `id` comes back once its owner is gone.
+        pair: Whose context it is. Another drafter's would be read as if it were one's own, so it is told apart by the
+            object itself: an `id` comes back once its owner is gone. Another adapter's keys are others, too.
         context: The context.
     """
 
-    def __init__(self, drafter: Drafter, context: Context) -> None:
-        self.drafter, self.context = weakref.ref(drafter), context
+    def __init__(self, pair: Pair, context: Context) -> None:
+        self.drafter, self.adapter, self.context = weakref.ref(pair.drafter), pair.adapter, context
 
     def __deepcopy__(self, memo: dict[int, object]) -> StoredContext:
         again = object.__new__(StoredContext)
-        again.drafter, again.context = self.drafter, copy.deepcopy(self.context, memo)
+        again.drafter, again.adapter = self.drafter, self.adapter
+        again.context = copy.deepcopy(self.context, memo)
         return again
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # pickled with a cache it is no context: elsewhere there is no such drafter
 
 
-def load_context(cache: RewindableCache, drafter: Drafter) -> Context:
+def load_context(cache: RewindableCache, pair: Pair) -> Context:
     """Return the context that an earlier turn stored with this cache, if the cache is still as it was; else an empty
     one."""
-    stored: StoredContext | None = getattr(cache, _CONTEXT, None)
-    if stored is None or stored.drafter() is not drafter or stored.context.end != cache.get_seq_length():
-        return drafter.new_context()
+    stored: StoredContext | None = getattr(cache, CONTEXT, None)
+    is_own = stored is not None and stored.drafter() is pair.drafter and stored.adapter == pair.adapter
+    if stored is None or not is_own or stored.context.end != cache.get_seq_length():
+        return pair.drafter.new_context()
     return stored.context
 
 
-def store_context(cache: RewindableCache, drafter: Drafter, context: Context) -> None:
+def store_context(cache: RewindableCache, pair: Pair, context: Context) -> None:
     """Store a context with the target's cache, for the next turn."""
-    setattr(cache, _CONTEXT, StoredContext(drafter, context))
+    setattr(cache, CONTEXT, StoredContext(pair, context))

@@ -13,6 +13,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from ..upper import upper
 from ..version import __version__
+from .adapters import WithAdapters
 from .base import Drafter
 from .configuration import WithCode
 from .letter import carried_code
@@ -26,7 +27,7 @@ _PACKAGE = Path(__file__).parents[1]
 _RECIPE = _PACKAGE / "portable" / "generate.py"
 
 
-class SavedDrafter(WithCode, Drafter, PreTrainedModel):
+class SavedDrafter(WithCode, WithAdapters, Drafter, PreTrainedModel):
     """A drafter with weights: saved with code, and loaded whole."""
 
     config: Any
@@ -99,7 +100,8 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
         **kwargs: Any,
     ) -> None:
         """Save the drafter as any model. The folder also gets the code with which plain transformers drafts without
-        this package, and, if it has no README.md, one that explains the code.
+        this package, and, if it has no README.md, one that explains the code. Where an adapter is set it is saved
+        alone, in PEFT's layout; after [`disable_adapters`] the drafter without its adapters.
 
         Args:
             save_directory: The folder, made if needed.
@@ -115,7 +117,8 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
         if folder.is_file():  # where transformers logs an error and saves nothing
             raise OSError(f"{save_directory} is a file, expected a folder for the drafter: choose another name.")
         push_options = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
-        with_code = with_code and self.carries_code
+        adapter = self._set_adapter
+        with_code = with_code and self.carries_code and adapter is None
         code = self.carried_code() if with_code else {}
         self.config.hyperdflash_version = __version__
         self.config._auto_class = None  # as of `WithCode`, which a drafter of somebody else's may not have
@@ -125,8 +128,15 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
             module = next(iter(code)).removesuffix(".py")
             classes = {"AutoConfig": own.config_class, "AutoModel": own}
             self.config.auto_map = {auto: f"{module}.{kind.__name__}" for auto, kind in classes.items()}
+        if self.adapters:
+            kwargs.setdefault("state_dict", self._own_tensors())
         try:
-            super().save_pretrained(folder, is_main_process=is_main_process, token=push_options.get("token"), **kwargs)
+            if adapter is None:
+                super().save_pretrained(
+                    folder, is_main_process=is_main_process, token=push_options.get("token"), **kwargs
+                )
+            elif is_main_process:
+                self._save_adapter(folder, adapter)
         except SafetensorError as error:  # for any error of the system
             raise OSError(
                 f"The drafter cannot be written to {folder} ({error}): make room there, or choose another folder."
@@ -143,7 +153,8 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
             self.push_to_hub(push_options.pop("repo_id", folder.name), **push_options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> Any:  # type: ignore[override]
-        """Upload drafter, code and model card in one commit. The target's embedding and head are no part of it.
+        """Upload drafter, code and model card in one commit, or the adapter that is set with its card. The target's
+        embedding and head are no part of it.
 
         Args:
             repo_id: The repository, `"org/name"`, made if needed.

@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
+from ..drafters.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..drafters.saved import about_code
 from ..drafters.weights import weight_files
 from .found import check_drafter
@@ -144,6 +145,53 @@ def drafter_card(
         or "Works with that target only, and drafts best for text like what it was trained on; the text stays the "
         "target's own either way.",
     )
+
+
+def adapter_card(
+    folder: str | Path, *, repo_id: str | None = None, license: str | None = None, tags: Sequence[str] | None = None
+) -> ModelCard:
+    """Return the card of the adapter of a drafter that is saved in `folder`, which users load by `repo_id`."""
+    folder = Path(folder)
+    repo_id = repo_id or str(folder)
+    fields = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    base = fields.get("base_model_name_or_path") or ""
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
+        count = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    name = Path(repo_id).name
+    data = ModelCardData(
+        base_model=base if is_hub_name(base) else None,
+        license=license,
+        library_name="peft",
+        tags=["hyperdflash", "speculative-decoding", "lora", *(tags or ())],
+        model_name=name,
+    )
+    loads = base if is_hub_name(base) else "DRAFTER"
+    return ModelCard(f"""---
+{data.to_yaml()}
+---
+
+# {name}
+
+A LoRA adapter of rank {fields["r"]}, {count:,} parameters, of {Path(base).name or "a drafter"}.
+The target verifies each draft, so the text stays the target's own.
+
+```python
+from hf_hyperdflash import load_drafter
+
+drafter = load_drafter("{loads}", target=target)
+drafter.load_adapter("{repo_id}", "{name.replace(".", "-")}")
+drafter.bind(target)
+out = target.generate(**inputs, assistant_model=drafter, adapter="{name.replace(".", "-")}")
+```
+
+PEFT's own `PeftModel.from_pretrained(drafter, "{repo_id}").merge_and_unload()` makes it a part of the drafter.
+""")
+
+
+def has_whole_modules(folder: Path) -> bool:
+    """Return whether an adapter in `folder` is PEFT's alone, with more than LoRA of linear layers."""
+    fields = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    return fields.get("peft_type") != "LORA" or bool(fields.get("modules_to_save"))
 
 
 def _parameters(folder: Path) -> str | None:

@@ -17,9 +17,10 @@ from transformers import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from ..drafters.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, finish_adapter
 from ..drafters.saved import NOTE, RECIPE_FILE, SavedDrafter
 from ..drafters.weights import weight_files
-from .cards import PICTURE, TRAINING_RECORD, drafter_card
+from .cards import PICTURE, TRAINING_RECORD, adapter_card, drafter_card
 from .found import find
 
 _FROM_ITS_FOLDER = ("README.md", TRAINING_RECORD, PICTURE)
@@ -38,12 +39,13 @@ def push_drafter(
     max_shard_size: int | str = "50GB",
     tags: list[str] | None = None,
 ) -> CommitInfo:
-    """Upload drafter, code and model card in one commit.
+    """Upload drafter, code and model card in one commit, or the adapter that is set, alone with its card.
 
     The card is the `README.md` of the folder that the drafter was loaded from; else the one that the repository has
     already; else a new one from what is known (`hf-hyperdflash card` makes one with a benchmark's figures). Repository
     and branch are made if needed, and `create_pr` proposes the commit instead.
     """
+    is_adapter = bool(drafter.active_adapters())
     with TemporaryDirectory() as folder, reaching_hub(repo_id):
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -55,7 +57,7 @@ def push_drafter(
             repo_id=repo_id,
             folder_path=folder,
             allow_patterns=drafter_files(folder),
-            commit_message=commit_message or "Upload HyperDFlash drafter",
+            commit_message=commit_message or f"Upload {'LoRA adapter of a' * is_adapter or 'HyperDFlash'} drafter",
             commit_description=commit_description,
             revision=revision,
             create_pr=create_pr,
@@ -90,6 +92,14 @@ def _gather(
     """Write the files to push into `folder`, and return the origin of the card. `has_card`, whether the repository has
     one, is called only if the drafter's own folder has none."""
     drafter.save_pretrained(folder, max_shard_size=max_shard_size)
+    new = "a new one; where the repository has a card, that stays"
+    if drafter.active_adapters():
+        base = drafter.name_or_path or ""
+        finish_adapter(folder, drafter.dtype, Path(base).name if Path(base).exists() else base)  # no folder of ours
+        if has_card():
+            return "the repository's"
+        adapter_card(folder, repo_id=repo_id, tags=tags).save(folder / "README.md")
+        return new
     source = Path(drafter.name_or_path or "")
     if drafter.name_or_path and source.is_dir():
         found = find(PreTrainedConfig.get_config_dict(source)[0], source)
@@ -103,7 +113,7 @@ def _gather(
     if has_card():
         return "the repository's"
     drafter_card(folder, repo_id=repo_id, tags=tags).save(folder / "README.md")
-    return "a new one; where the repository has a card, that stays"
+    return new
 
 
 def drafter_files(folder: str | os.PathLike) -> list[str]:
@@ -121,7 +131,7 @@ def drafter_files(folder: str | os.PathLike) -> list[str]:
     code = {module.name for module in modules if module.parent == folder}
     names = {
         "config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME, *weight_files(folder), *code, RECIPE_FILE,
-        "adapter_config.json", "adapter_model.safetensors", *_FROM_ITS_FOLDER,
+        ADAPTER_CONFIG, ADAPTER_WEIGHTS, *_FROM_ITS_FOLDER,
     }  # fmt: skip
     places = {name: {folder / name, (folder / name).parent} - {folder} for name in names}
     linked = {name for name, paths in places.items() if any(path.is_symlink() for path in paths)}

@@ -40,7 +40,7 @@ _LEAST = {  # of whole numbers
     "kl_positions": 1, "num_anchors": 1, "loss_chunk_size": 1, "max_length": 2, "max_steps": 1, "seed": 0,
     "dataloader_num_workers": 0, "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1,
     "intermediate_size": 1, "draft_vocab_size": 0, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1, "check": 0,
-    "batch_size": 1, "concurrency": 1,
+    "batch_size": 1, "concurrency": 1, "lora_rank": 1,
 }  # fmt: skip
 _NOT_NEGATIVE = (*LOSS_WEIGHTS, "rank_weight", "block_first", "learning_rate", "weight_decay")
 _POSITIVE = ("kl_temperature", "loss_decay", "num_train_epochs", "save_steps", "feature_gigabytes")
@@ -164,6 +164,9 @@ class ScriptArguments:
     target: str = field(metadata={"help": "path or Hub id of the target, or of a GGUF file in it"})
     stage: int = _flag(1, "whose defaults to use: 1 or 2", choices=[1, 2])
     drafter: str | None = _flag(None, "go on from this drafter, as stage 2 does; unset for a new one")
+    lora_rank: int | None = _flag(
+        None, "train a LoRA adapter of `--drafter` of this rank, and save it alone; unset for the drafter itself"
+    )
     overwrite_output_dir: bool = _flag(
         False, "begin anew where `--output_dir` holds an earlier run, and remove its checkpoints"
     )
@@ -253,6 +256,15 @@ class ScriptArguments:
                 f"`--{ignored}` is for a new drafter, but `--drafter {self.drafter}` has its own: leave one out."
             )
         check_fields(self, "--")
+        if self.lora_rank and not self.drafter:
+            raise ValueError(
+                f"`--lora_rank` is {self.lora_rank}, for an adapter of a drafter: name that with `--drafter`."
+            )
+        if self.lora_rank and (changed := self._first_given((*_OF_HEADS, "num_draft_tokens", "draft_vocab_size"))):
+            raise ValueError(
+                f"`--{changed}` changes the drafter itself, and `--lora_rank` trains an adapter beside it: leave one "
+                "out."
+            )
         own = _TRAINED[self.drafter_type]
         if wrong := self._first_given(flag for flag in _OF_ONE_KIND if flag not in own):
             raise ValueError(f"`--{wrong}` is not for a drafter of type {self.drafter_type}: leave it out.")

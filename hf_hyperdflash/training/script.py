@@ -8,9 +8,11 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -18,6 +20,7 @@ import torch
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
+from ..drafters.adapters import finish_adapter, lora_config
 from ..drafters.blocks.drafter import BlockDrafter
 from ..drafters.configuration import DrafterConfig
 from ..drafters.parts.heads import HEADS
@@ -120,6 +123,8 @@ def check_flags(script: ScriptArguments, args: HyperDFlashTrainingArguments, out
         )
     if args.eval_strategy != "no":
         check_metric(args.metric_for_best_model, generates=script.eval_prompts != 0)
+    if script.lora_rank:
+        import_module("peft")  # which may not be installed
     if script.device_map:
         loading.check_device(script.device_map, "--device_map")
     if script.overwrite_output_dir and args.resume_from_checkpoint:
@@ -335,7 +340,12 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     target = loading.load_target(script.target, without_layers=without_layers, **how)
     train = _choose_vocabulary(script, args, target, tokenizer, train, held_out)
     torch.manual_seed(args.seed)
-    drafter = earlier or new_drafter(script, target, tokenizer)
+    drafter: Any = earlier or new_drafter(script, target, tokenizer)
+    if script.lora_rank:
+        drafter.name_or_path = ""  # which PEFT would look for on the Hub with each checkpoint
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT calls transformers by old names
+            drafter = import_module("peft").get_peft_model(drafter, lora_config(drafter, script.lora_rank))
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
     )
@@ -373,8 +383,11 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     trainer.save_model(_internal_call=True)  # which does not push yet
     trainer.save_state()
     if trainer.is_world_process_zero():
-        # Loading casts what may be cast; the gate stays float32.
-        loading.load_drafter(folder, dtype=script.save_dtype).save_pretrained(folder)
+        if script.lora_rank:
+            finish_adapter(folder, script.save_dtype, checkpoints.public_name(str(script.drafter)))
+            trainer.create_model_card()  # instead of PEFT's, which knows nothing
+        else:  # loading casts what may be cast; the gate stays float32
+            loading.load_drafter(folder, dtype=script.save_dtype).save_pretrained(folder)
         checkpoints.apply_umask(folder)
         taus = [f"{name} {metrics[name]:.2f}" for name in ("eval_tau", "eval_teacher_forced_tau") if name in metrics]
         print(f"Saved to {args.output_dir}: {', '.join(taus)}")

@@ -28,7 +28,7 @@ from ..decoding.stats import SpeculationStats
 from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import not_finite
-from ..hub.cards import drafter_card
+from ..hub.cards import adapter_card, drafter_card, has_whole_modules
 from ..hub.publish import drafter_files, reaching_hub
 from ..targets.registry import target_of
 from .acceptance import AcceptanceCallback, check_metric
@@ -120,6 +120,11 @@ class HyperDFlashTrainer(Trainer):
             raise ValueError(
                 f"`model` is a {type(model).__name__}, expected a HyperDFlashDrafter or another drafter of blocks. "
                 "Make one with `HyperDFlashDrafter.from_target(target)` and pass the target as `target`."
+            )
+        if adapters := getattr(model, "adapters", ()):
+            raise ValueError(
+                f"`model` has adapters to choose among ({', '.join(adapters)}), expected a drafter without, or one "
+                "that PEFT wraps: `get_peft_model(load_drafter(FOLDER, dtype=torch.float32), config)`."
             )
         seen = target_of(target)
         cast(Any, model).check_trainable(seen)
@@ -560,13 +565,15 @@ class HyperDFlashTrainer(Trainer):
     def create_model_card(  # type: ignore[override]
         self, license: str | None = None, tags: str | list[str] | None = None, **kwargs: Any
     ) -> None:
-        """Write `README.md` in `output_dir` from facts ([`~hub.cards.drafter_card`]); an adapter's is PEFT's."""
+        """Write `README.md` in `output_dir` from facts ([`~hub.cards.drafter_card`], [`~hub.cards.adapter_card`]);
+        that of an adapter with whole modules is PEFT's."""
         folder = Path(str(self.args.output_dir))
-        if not (folder / "config.json").exists():
+        make = drafter_card if (folder / "config.json").exists() else adapter_card
+        if make is adapter_card and has_whole_modules(folder):
             return super().create_model_card(license=license, tags=tags, **kwargs)
         if self.is_world_process_zero():
             tags = [tags] if isinstance(tags, str) else tags
-            card = drafter_card(folder, repo_id=self.hub_model_id or folder.name, license=license, tags=tags)
+            card = make(folder, repo_id=self.hub_model_id or folder.name, license=license, tags=tags)
             card.save(folder / "README.md")
 
     def choose_vocabulary(self, size: int | None = None) -> None:

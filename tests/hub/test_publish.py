@@ -300,6 +300,38 @@ told["same"] = all(torch.equal(v, adapted.state_dict()[k]) for k, v in wrapped.s
     assert set(hub.files("org/late")) == set(hub.files("org/trained"))
 
 
+def test_an_adapter_is_pushed_and_pulled_alone(hub, folder, tmp_path):
+    code = """
+from peft import LoraConfig
+from hf_hyperdflash import load_drafter
+drafter, model = load_drafter(folder / "drafter"), target()
+for name in ("chat", "code"):
+    drafter.add_adapter(LoraConfig(r=2, init_lora_weights=False), name)
+drafter.push_to_hub("org/code", private=True, tags=["mine"])
+drafter.disable_adapters()
+drafter.push_to_hub("org/base")
+again = load_drafter("org/base")
+again.load_adapter("org/code", "code")
+again.bind(model)
+told["texts"] = [written(model, assistant_model=again, adapter="code")]
+ours = drafter._lora_tensors("code")
+told["same"] = all(torch.equal(value, ours[key]) for key, value in again._lora_tensors("code").items())
+told["none"] = failure(again.load_adapter, "org/none", "none")
+"""
+    told = run(hub, folder, tmp_path, code)
+    assert told.pop("none").startswith("OSError: org/none has no adapter_config.json")
+    assert told == {"count": 1, "same": True}
+    alone = {".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors"}
+    files = hub.files("org/code")
+    assert set(files) == alone and hub.repos["org/code"].private
+    assert hub.repos["org/code"].branches["main"][-1].title == "Upload LoRA adapter of a drafter"
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "drafter"  # without its folders
+    card = files["README.md"].decode()
+    assert "- mine" in card and 'load_adapter("org/code", "code")' in card and "rank 2" in card
+    assert set(hub.files("org/base")) == WHOLE | {".gitattributes"}
+    assert b"lora" not in hub.files("org/base")["model.safetensors"][:20_000]
+
+
 def test_a_sharded_drafter_is_saved_under_its_own_name(tmp_path):
     """FSDP2's `fully_shard` replaces the class by a subclass that torch defines."""
     drafter = tiny_drafter(tiny_target())

@@ -159,6 +159,8 @@ MISTAKES: list[tuple[str, int, tuple[str, ...]]] = [
     }.items()),
     # What one asks
     (f"generate {PAIR} ' '", 1, ("prompt", "empty")),
+    (f"generate {PAIR} --adapter empty hi", 1, ("empty", "adapter_config.json")),
+    ("generate --target target --drafter prompt-lookup --adapter adapter hi", 1, ("--adapter", "prompt-lookup")),
     (f"generate {PAIR}", 2, ("'prompt'", "What to ask")),
     ("generate --target target hi", 2, ("'--drafter'", "prompt-lookup")),
     ("generalize", 2, ("'generalize'",)),

@@ -322,6 +322,9 @@ EVALUATES = ["--eval_strategy", "steps", "--metric_for_best_model"]
 ON = f"--drafter {MODELS / 'tiny-deepseek-v4-hyperdflash'}"
 FLAGS = {
     "--stage 2": ("drafter",),
+    "--lora_rank 8": ("lora_rank", "8", "--drafter"),
+    f"--lora_rank 0 {ON}": ("lora_rank", "0", "at least 1"),
+    f"--lora_rank 8 {ON} --num_draft_tokens 3": ("num_draft_tokens", "lora_rank"),
     "--stage 3": ("stage", "3"),
     "--stage x": ("stage", "'x'"),
     "--kl_weight x": ("kl_weight", "'x'"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig
 from transformers import TemperatureLogitsWarper
 
 from hf_hyperdflash import capture_residual, load_drafter
@@ -20,6 +21,7 @@ from hf_hyperdflash.training.losses.objective import collate
 from ..conftest import mostly_nightly, prompt, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
 from ..helpers.headed_drafters import headed
+from ..helpers.refusals import Refusal
 from ..helpers.unrolled import unrolled
 
 EAGER = {"policy": "always", "every": 1, "steps": 2, "rows": 4, "num_anchors": 16, "learning_rate": 1e-2, "share": 1.0}
@@ -512,3 +514,56 @@ def test_a_trial_stops_where_its_time_is_over(target, drafter, monkeypatch):
         answer(target, drafter, prompt(9, seed))
         taken.append(learning.learner.steps_taken)
     assert taken == [1, 51]
+
+
+# One adapter of a drafter
+
+
+def tensors_of(weights, name):
+    return {path: value for path, value in weights.items() if f".{name}." in path}
+
+
+def test_one_adapter_learns_from_its_texts_and_nothing_else_changes(target):
+    """Not the drafter's own weights, bit for bit, and no other adapter; what others serve is not learned from."""
+    drafter = tiny_drafter(target, num_draft_tokens=4)
+    drafter.bind(target)
+    for name in ("code", "chat"):
+        drafter.add_adapter(LoraConfig(r=8), name)
+    drafter.disable_adapters()
+    ids = [prompt(9, seed) for seed in range(3)]
+    plain = [target.generate(each, do_sample=False, max_new_tokens=30) for each in ids]
+
+    def serve(turns, **options):
+        taus = []
+        for turn in range(turns):
+            assert torch.equal(answer(target, drafter, ids[turn % 3], **options), plain[turn % 3])
+            taus.append(drafter.last_stats.tau)
+        return taus
+
+    before, first, base = weights_of(drafter), serve(3, adapter="code"), serve(3)
+    with drafter.adapt(target, adapter="code", **EAGER) as learning:
+        for options in ({}, {"adapter": "chat"}):
+            serve(1, **options)
+        assert not learning.log
+        serve(TURNS, adapter="code")
+    after = weights_of(drafter)
+    assert len(learning.log) == TURNS and len(learning.learner.arms["all"]) == len(tensors_of(before, "code"))
+    assert not same(tensors_of(before, "code"), tensors_of(after, "code"))
+    others = before.keys() - tensors_of(before, "code").keys()
+    assert all(torch.equal(before[name], after[name]) for name in others)
+    assert sum(serve(3, adapter="code")) > 1.5 * sum(first) and serve(3) == base
+    learning.reset()
+    assert same(before, weights_of(drafter))
+
+
+def test_which_adapter_learns_is_named(target, drafter):
+    Refusal(lambda: drafter.adapt(target, adapter="code"), ("'code'", "no adapters")).check()
+    drafter.add_adapter(LoraConfig(), "code")
+    Refusal(lambda: drafter.adapt(target), ("`adapter` is None", "code")).check()
+    Refusal(lambda: drafter.adapt(target, adapter="cod"), ("'cod'", "'code'")).check()
+    Refusal(lambda: drafter.adapt(target, adapter="code", arms="heads"), ("heads",)).check()
+    with drafter.adapt(target, adapter="code"):
+        Refusal(lambda: drafter.delete_adapter("code"), ("learns", "stop()")).check()
+    drafter.delete_adapter("code")
+    with drafter.adapt(target):
+        Refusal(lambda: drafter.add_adapter(LoraConfig(), "code"), ("learns", "stop()")).check()

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, TrainingArguments
 from typer.testing import CliRunner
 
@@ -289,6 +290,26 @@ def test_an_earlier_drafter_goes_on_as_what_it_was(train, tmp_path, dense_pair, 
     after = trained.state_dict()
     changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
     assert changed and all((after[name] - before[name]).abs().max() < 1e-4 for name in changed)
+
+
+# Takes seconds: two runs of training.
+def test_an_adapter_of_an_earlier_drafter_is_trained_and_saved_alone(train, tmp_path):
+    """It goes on from a checkpoint, and the drafter that it is of takes it."""
+    of_drafter = dict(drafter=SHIPPED, layers=None, lora_rank=3, learning_rate=1e-2)
+    out = train(**of_drafter, save_steps=1)
+    files = {file.name for file in out.iterdir() if file.is_file()}
+    assert {"adapter_config.json", "adapter_model.safetensors", TRAINING_RECORD} <= files
+    assert not files & {"config.json", "model.safetensors"}
+    assert settings_of(out)["lora_rank"] == 3 and settings_of(out)["steps"] == 2
+    tensors = load_file(out / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    drafter = load_drafter(SHIPPED, dtype=torch.float32)
+    drafter.load_adapter(out, "trained")
+    config = drafter.peft_config["trained"]
+    assert (config.r, config.base_model_name_or_path) == (3, SHIPPED.name)
+    assert any(tensor.abs().max() > 0 for key, tensor in tensors.items() if "lora_B" in key)
+    train(**of_drafter, save_steps=1, max_steps=3, resume_from_checkpoint="true")
+    assert settings_of(out)["steps"] == 3
 
 
 # Takes seconds: three runs of training.

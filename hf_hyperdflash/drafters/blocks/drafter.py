@@ -36,6 +36,7 @@ class BlockDrafter(HiddenStateDrafter):
 
     layers: nn.ModuleList
     confidence_head: ConfidenceHead | None
+    rows_are_texts = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

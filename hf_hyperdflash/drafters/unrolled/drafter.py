@@ -97,6 +97,7 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
     base_model_prefix = "drafter"
     _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
     _keep_in_fp32_modules_strict = ["hc_gate"]
+    rows_are_texts = True
     moves_positions = True  # whether a later block has later positions than the block that it continues, for RoPE
 
     @torch.no_grad()

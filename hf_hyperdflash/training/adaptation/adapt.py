@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...decoding.stats import SpeculationStats
+from ...drafters.adapters import chosen_adapter
 from ...drafters.base import Observer
 from ..losses.objective import Batch
 from .learner import AdaptationConfig, Learner, ReplayBuffer, Sample
@@ -151,10 +152,10 @@ class Adaptation(Observer):
         learner = Learner(drafter, target, config)
         self.drafter, self.target, self.config, self.learner = drafter, target, config, learner
         self.log, self._start = list[Decision](), time.perf_counter()
-        self._original = {name: value.detach().clone() for name, value in drafter.state_dict().items()}
+        self._original = {name: value.detach().clone() for name, value in self._learned(drafter).items()}
         arms = [arm for arm in config.arms if learner.arms[arm]]
         if not arms:
-            raise ValueError("`arms` is ('heads',), but the drafter has no heads: let it be ('all',).")
+            raise ValueError("`arms` is ('heads',), but what learns has no heads: let it be ('all',).")
         self._begin_anew(arms)
         self._state_lock, self._update_lock = threading.Lock(), threading.Lock()
         drafter.observer = self
@@ -182,9 +183,14 @@ class Adaptation(Observer):
     def reset(self) -> None:
         """Restore the drafter's first weights, and forget everything that was learned."""
         with self._update_lock, self._state_lock:
-            self.drafter.load_state_dict(self._original)
+            self.drafter.load_state_dict(self._original, strict=False)
             self.learner.reset(self._original)
             self._begin_anew(self.bandit.names)
+
+    def _learned(self, drafter: Any) -> dict[str, torch.Tensor]:
+        """Return the parameters of a drafter that learn here."""
+        parameters = dict(drafter.named_parameters())
+        return {name: parameters[name] for name in self.learner.arms["all"]}
 
     def _begin_anew(self, arms: Sequence[str]) -> None:
         config = self.config
@@ -195,8 +201,8 @@ class Adaptation(Observer):
     # Called by the generation loop
 
     def begin(self, target: PreTrainedModel, do_sample: bool) -> Sample | None:
-        """Return who records the sequence that begins, sampled or greedy; `None` for another target."""
-        if target is not self.target:
+        """Return who records the sequence that begins, sampled or greedy; `None` for another target or adapter."""
+        if target is not self.target or self.config.adapter not in (None, chosen_adapter()):
             return None
         return Sample(self.learner.layer_ids, max(1, self.config.max_bytes // 4), do_sample, self.learn_from)
 
@@ -259,7 +265,7 @@ class Adaptation(Observer):
         """Compare the weights that serve with others, a share nearer to the learned ones, on text that neither has
         seen. The better ones serve. Where the others are worse, what was learned is forgotten; where nothing is
         proven, learning goes on. Return the relative increase of tau, less what may be chance."""
-        copied, served = dict(self.learner.copy.named_parameters()), dict(self.drafter.named_parameters())
+        copied, served = self._learned(self.learner.copy), self._learned(self.drafter)
         learned = {name: value.clone() for name, value in copied.items()}
         candidate = {
             name: served[name].float().lerp(value, self._share).to(served[name]) for name, value in learned.items()

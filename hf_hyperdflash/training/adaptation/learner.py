@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...decoding.stats import SpeculationStats
+from ...drafters.adapters import check_adapter
 from ...drafters.base import Observer
 from ...drafters.parts.heads import HEADS
 from ...targets.registry import target_of
@@ -38,6 +39,8 @@ class AdaptationConfig:
         policy: `"bandit"` updates where that is expected to save more time than it takes, `"always"` whenever there is
             something new, `"never"` only writes the log.
         arms: What an update may change: `"heads"`, the drafter's sequential, confidence and rank heads, or `"all"`.
+        adapter: The one of the drafter's adapters that learns, from the texts that it drafts for; the drafter itself
+            and other adapters stay. `None` for a drafter without adapters.
         recipe: The loss, one of training's recipes.
         learning_rate: AdamW's, reached in 4 steps.
         share: How far the weights that serve go to the learned ones, at first. It grows by a quarter with an update
@@ -57,6 +60,7 @@ class AdaptationConfig:
 
     policy: str = "bandit"
     arms: tuple[str, ...] = ("heads", "all")
+    adapter: str | None = None
     recipe: str = "ours"
     learning_rate: float = 3e-4
     share: float = 0.3
@@ -175,7 +179,8 @@ class ReplayBuffer:
 
 class Learner:
     """Takes training steps in float32 on a copy, whose parameters it names by arm: those of the drafter's `"heads"`
-    and `"all"`. The drafter itself and its target are only read. Rows have the residual streams of `layer_ids`."""
+    and `"all"` that may change, of the adapter that learns or of the drafter. The drafter itself and its target are
+    only read. Rows have the residual streams of `layer_ids`."""
 
     def __init__(self, drafter: Any, target: PreTrainedModel, config: AdaptationConfig) -> None:
         if not hasattr(drafter, "check_trainable"):
@@ -187,8 +192,19 @@ class Learner:
         drafter.check_trainable(seen)
         self.config, self.objective = config, make_objective(drafter, seen, config.loss, config.seed)
         self.layer_ids, self.steps_taken = self.objective.layer_ids, 0
-        self.copy = copy.deepcopy(drafter).float().requires_grad_(False)
-        everything = [name for name, _ in self.copy.named_parameters()]
+        adapter = config.adapter
+        if adapter is not None:
+            check_adapter(drafter, adapter)
+        elif drafter.adapters:
+            raise ValueError(
+                f"`adapter` is None and the drafter has adapters ({', '.join(drafter.adapters)}), expected one of "
+                "them: name the one that is to learn, or `drafter.delete_adapter` them."
+            )
+        self.copy = copy.deepcopy(drafter).float()
+        if adapter is not None:
+            self.copy.set_adapter(adapter)
+        self.copy.requires_grad_(False)
+        everything = [name for name, _ in self.copy.named_parameters() if adapter is None or f".{adapter}." in name]
         self.arms = {"heads": [name for name in everything if name.startswith(_HEADS)], "all": everything}
         self._optimizer = torch.optim.AdamW(self.copy.parameters(), config.learning_rate, weight_decay=0.0)
 
@@ -215,7 +231,7 @@ class Learner:
 
     def reset(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Go back to some weights, and forget every step."""
-        self.copy.load_state_dict({name: value.float() for name, value in weights.items()})
+        self.copy.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
         self._optimizer.state.clear()
         self.steps_taken = 0
 

@@ -99,13 +99,13 @@ def run_round(batch: Batch) -> None:
     limits = [min(sequence.draft_limit(), free_columns) for sequence in sequences]
     max_drafts = policy.begin(max(lengths), limits)
     counts = [min(limit, max_drafts) for limit in limits]
+    drafting = [(index, sequences[index], count) for index, count in enumerate(counts) if count]
     requests = [
         sequence.draft_request(count, policy.sampler(sequence.sampler), batch.cached_text(index))
-        for index, (sequence, count) in enumerate(zip(sequences, counts))
-        if count
+        for index, sequence, count in drafting
     ]
     drafting_began = now()
-    drafted_trees = iter(draft_by_adapter([sequence.pair for sequence, _ in drafting], requests))
+    drafted_trees = iter(draft_by_adapter([sequence.pair for _, sequence, _ in drafting], requests))
     draft_seconds = (now() - drafting_began) / max(len(requests), 1)
     trees = []
     for sequence, count in zip(sequences, counts):

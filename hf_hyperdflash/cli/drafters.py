@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..hub.published import PUBLISHED, as_text, hub_drafters, known_drafters
+from ..hub.published import PUBLISHED, as_text, choose, hub_drafters, known_drafters, own_drafter
 from .options import PROMPT_LOOKUP
 from .session import why_unreachable
 
@@ -32,7 +32,8 @@ def drafters(
         str | None, typer.Argument(help="Path or Hub id of the target; all that are known here if left out.")
     ] = None,
 ) -> None:
-    """List the drafters that are published for a target, here and on the Hub, and how each is loaded."""
+    """List the drafters of a target, those in its own checkpoint, known here and on the Hub: what fits, and which to
+    try first."""
     if target is None:
         print(as_text(PUBLISHED))
         return
@@ -46,4 +47,11 @@ def drafters(
             why = f"The Hub does not answer ({error})"
     alone = f"{why}: from the table of this release alone."
     print(alone if why else "From the table of this release and from the Hub.", file=sys.stderr)
+    if (own := own_drafter(target)) and all(drafter.name != target for drafter in found):
+        found = [own, *found]
     print(as_text(found) if found else _NONE.format(target=target, lookup=PROMPT_LOOKUP))
+    if first := choose(found):
+        print(
+            f"\nTry first: {first.name}, whose method drafts fastest. What it brings here:\n"
+            f"  hf-hyperdflash doctor --target {target} --drafter {first.name}"
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,14 @@ class PublishedDrafter:
     size: str = ""  # its number of parameters, in words
     date: str = ""  # when it was last changed
     why_not_read: str = ""  # by `load_drafter`
+    why_unfit: str = ""  # for this target, by both configurations
 
     def __str__(self) -> str:
         about = f"{self.name}: {', '.join(filter(None, (self.kind, self.size, self.date)))}"
         if self.why_not_read:
             return f"{about}\n    not read: {self.why_not_read}"
+        if self.why_unfit:
+            return f"{about}\n    does not fit: {self.why_unfit}"
         return f'{about}\n    drafter = load_drafter("{self.name}", target=target)'
 
 
@@ -88,6 +92,11 @@ PUBLISHED = tuple(
     PublishedDrafter(name, target, kind) for kind, pairs in _TABLE.items() for name, target in pairs.items()
 )
 _PUBLISHERS = sorted({drafter.name.partition("/")[0] for drafter in PUBLISHED})
+# By accepted tokens a second: as measured here where it is, else as published. Within a method the newest is first.
+_FASTEST_FIRST = (
+    "JetSpec", "DSpark", "DFlash 2", "HyperDFlash", "Domino", "DFlash", "SpecBlock", "P-EAGLE", "EAGLE-3", "assistant",
+    "MTP", "Medusa",
+)  # fmt: skip
 _METHODS = ("dflash", "dspark", "eagle", "hass", "medusa", "specblock", "speculator")  # in names of drafters
 _MOST = 100  # that one question is answered with
 _FACTS: Any = ["safetensors", "lastModified", "tags"]
@@ -97,6 +106,28 @@ _QUANTIZED = re.compile(r"[.-](i?q\d\w*|b?f16|f32)$")  # the end of a GGUF file'
 def known_drafters(target: str) -> list[PublishedDrafter]:
     """Return the drafters of a target that are in the table, by the last part of its folder, Hub id or GGUF file."""
     return [drafter for drafter in PUBLISHED if _plain(drafter.target) == _plain(target)]
+
+
+def own_drafter(target: str) -> PublishedDrafter | None:
+    """Return the drafter in a target's own checkpoint, of which the configuration is read; `None` if it has none."""
+    from .found import check_drafter
+
+    try:
+        found = check_drafter(target)
+    except (ValueError, OSError):
+        return None
+    return PublishedDrafter(target, target, f"{found.kind.name}, the target's own") if found.is_targets_own else None
+
+
+def choose(drafters: Iterable[PublishedDrafter]) -> PublishedDrafter | None:
+    """Return the one to try first: of those that are read and fit the one whose method drafts fastest, the newest."""
+
+    def rank(drafter: PublishedDrafter) -> int:
+        named = (i for i, method in enumerate(_FASTEST_FIRST) if method.lower() in drafter.kind.lower())
+        return next(named, len(_FASTEST_FIRST))
+
+    usable = [drafter for drafter in drafters if not (drafter.why_not_read or drafter.why_unfit)]
+    return min(sorted(usable, key=lambda each: each.date, reverse=True), key=rank, default=None)
 
 
 def hub_drafters(target: str, api: HfApi) -> list[PublishedDrafter]:
@@ -141,8 +172,9 @@ def _info(api: HfApi, name: str) -> ModelInfo | None:
 def _described(name: str, info: ModelInfo | None, target: str, known: dict[str, PublishedDrafter]) -> PublishedDrafter:
     from .found import check_drafter
     from .kinds import title
+    from .loading import check_made_for
 
-    kind, why = "", ""
+    kind, why, unfit = "", "", ""
     if info is None:
         why = "the Hub does not show it: it is gone, or not for everybody"
     else:
@@ -151,10 +183,16 @@ def _described(name: str, info: ModelInfo | None, target: str, known: dict[str, 
             kind = found.kind.name if found.config is None else title(found.config)
         except (ValueError, OSError) as error:
             why = " ".join(str(error).split())
+        else:
+            with suppress(OSError):  # of a target of which nothing but the name is known
+                try:
+                    check_made_for(target, found)
+                except ValueError as error:
+                    unfit = " ".join(str(error).split())
     kind = known[name].kind if name in known else kind
     count = info.safetensors.total if info and info.safetensors else 0
     date = f"{info.last_modified:%Y-%m-%d}" if info and info.last_modified else ""
-    return PublishedDrafter(name, target, kind, _size(count), date, why)
+    return PublishedDrafter(name, target, kind, _size(count), date, why, unfit)
 
 
 def _size(count: int) -> str:

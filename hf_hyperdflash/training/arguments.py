@@ -12,6 +12,7 @@ from transformers.integrations import get_available_reporting_integrations
 from .flags import LOSS_WEIGHTS, RECIPES, TrainingFlags, check_fields
 
 MAX_LENGTH = 4096  # the default for targets with at least as many positions
+_WEEK = 7 * 24 * 3600  # seconds
 _UNLISTED = ("azure_ml", "flyte")  # reporters that transformers may not list as installed
 
 
@@ -62,13 +63,16 @@ class HyperDFlashTrainingArguments(TrainingFlags, TrainingArguments):
             only their own conversation.
 
     Defaults that differ from transformers': `learning_rate` is 8e-4 (the paper's stage 1); `remove_unused_columns`,
-    `ddp_find_unused_parameters` and accelerate's `dispatch_batches` are off.
+    `ddp_find_unused_parameters` and accelerate's `dispatch_batches` are off; with `"cached"` features `ddp_timeout` is
+    a week, because a process may wait so long for those who make them.
 
     Raises:
         ValueError: If a field is out of range, or a reporter is not installed.
     """
 
     def __post_init__(self) -> None:
+        if self.feature_source == "cached" and self.ddp_timeout == TrainingArguments.ddp_timeout:
+            self.ddp_timeout = _WEEK
         super().__post_init__()
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # a step uses every parameter of a drafter

@@ -14,9 +14,18 @@ from typer.testing import CliRunner
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.cli.drafters import drafters
 from hf_hyperdflash.hub import found
-from hf_hyperdflash.hub.published import PUBLISHED, PublishedDrafter, as_text, hub_drafters, known_drafters
+from hf_hyperdflash.hub.published import (
+    PUBLISHED,
+    PublishedDrafter,
+    as_text,
+    choose,
+    hub_drafters,
+    known_drafters,
+    own_drafter,
+)
 
 from ..conftest import tiny_config
+from ..helpers import families
 from ..helpers.deepseek_checkpoints import mtp_shapes, random_tensors, write
 from ..helpers.released_layouts import saved
 from .test_loading import written
@@ -71,10 +80,11 @@ def offline(monkeypatch):
 def test_offline_the_table_answers_and_says_so(offline):
     printed, said = offline(TARGET, HF_ENDPOINT="http://127.0.0.1:9")
     assert said.startswith("http://127.0.0.1:9 cannot be reached (") and "from the table of this release alone" in said
-    assert printed == as_text(known_drafters(TARGET))
+    assert printed.startswith(as_text(known_drafters(TARGET)))
     assert 'drafter = load_drafter("z-lab/Qwen3-8B-DFlash-b16", target=target)' in printed
     printed, said = offline(TARGET, HF_HUB_OFFLINE="1")
-    assert "HF_HUB_OFFLINE" in said and printed == as_text(known_drafters(TARGET))
+    assert "HF_HUB_OFFLINE" in said and printed.startswith(as_text(known_drafters(TARGET)))
+    assert "\n\nTry first: deepseek-ai/dspark_qwen3_8b_block7" in printed
     assert offline() == (as_text(PUBLISHED), "")
     printed, _ = offline("org/unheard-of", HF_HUB_OFFLINE="1")
     assert "No drafter is known for org/unheard-of." in printed
@@ -121,7 +131,7 @@ def test_the_hub_is_asked_for_more(tmp_path, monkeypatch, capsys):
     written("z-lab", tmp_path / "z-lab")
     write(tmp_path / "V4", tiny_config(), random_tensors(mtp_shapes(tiny_config())))
     saved(tmp_path / "eagle", {"model_type": "llama", "architectures": ["EagleModel"]}, {"a": torch.zeros(1)})
-    monkeypatch.setattr(found, "check_drafter", lambda name: look(tmp_path / ON_THE_HUB[name][2]))
+    monkeypatch.setattr(found, "check_drafter", lambda name: look(tmp_path / (*ON_THE_HUB.get(name, "??"), "none")[2]))
     listed = {drafter.name: drafter for drafter in hub_drafters(TARGET, Hub())}
     others = {
         "somebody/a-dflash": (PLAIN, "12,345 parameters"), "somebody/b-EAGLE": ("", "1.0 M parameters"),
@@ -141,8 +151,47 @@ def test_the_hub_is_asked_for_more(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     drafters(TARGET)
     printed, said = capsys.readouterr()
-    assert printed.strip() == as_text(hub_drafters(TARGET, Hub())) and "and from the Hub" in said
+    assert printed.startswith(as_text(hub_drafters(TARGET, Hub()))) and "and from the Hub" in said
+    assert f"\n\nTry first: {choose(hub_drafters(TARGET, Hub())).name}, " in printed
     monkeypatch.setattr(Hub, "list_models", no_answer)
     drafters(TARGET)
-    assert capsys.readouterr().out.strip() == as_text(known_drafters(TARGET))
+    assert capsys.readouterr().out.startswith(as_text(known_drafters(TARGET)))
     assert "somebody/a-dflash: Vanilla DFlash, 12,345 parameters, 2026-10-02\n" in printed
+
+
+def test_what_does_not_fit_is_said_and_not_tried_first(tmp_path, monkeypatch):
+    """By both configurations: of a target in a folder, whose name has drafters on the Hub."""
+    look = found.check_drafter
+    written("z-lab", tmp_path / "z-lab")
+    monkeypatch.setattr(found, "check_drafter", lambda name: look(tmp_path / "z-lab"))
+    wide = families.made("qwen3", **{**families.DENSE, "hidden_size": 96})
+    for target, fits in ((families.qwen3(), True), (wide, False)):
+        target.save_pretrained(tmp_path / "Qwen3-8B")
+        listed = {drafter.name: drafter for drafter in hub_drafters(str(tmp_path / "Qwen3-8B"), Hub())}
+        drafter = listed["RedHatAI/Qwen3-8B-DFlash"]
+        assert bool(drafter.why_unfit) != fits and not drafter.why_not_read
+        assert fits or ("96" in drafter.why_unfit and "does not fit" in str(drafter))
+        first = choose(listed.values())
+        assert (first is not None) == fits
+
+
+def test_a_drafter_in_the_targets_own_checkpoint_is_listed(tmp_path, offline):
+    write(tmp_path / "V4", tiny_config(), random_tensors(mtp_shapes(tiny_config())))
+    printed, _ = offline(str(tmp_path / "V4"), HF_HUB_OFFLINE="1")
+    assert own_drafter(str(tmp_path / "V4")).kind == "MTP, the target's own"
+    assert (
+        f'load_drafter("{tmp_path / "V4"}", target=target)' in printed and f"Try first: {tmp_path / 'V4'}" in printed
+    )
+    families.qwen3().save_pretrained(tmp_path / "none")
+    assert own_drafter(str(tmp_path / "none")) is None and own_drafter("org/unheard-of") is None
+
+
+def test_the_fastest_method_that_fits_is_tried_first_and_of_one_method_the_newest():
+    given = [
+        PublishedDrafter("a/mtp", TARGET, "MTP, the target's own", date="2026-11-02"),
+        PublishedDrafter("a/old", TARGET, "DFlash 2, z-lab", date="2026-09-02"),
+        PublishedDrafter("a/new", TARGET, "DFlash 2, z-lab", date="2026-10-02"),
+        PublishedDrafter("a/unfit", TARGET, "DSpark, DeepSpec", why_unfit="hidden_size"),
+        PublishedDrafter("a/unread", TARGET, "DSpark, DeepSpec", why_not_read="quantized"),
+    ]
+    assert choose(given).name == "a/new" and choose(given[:1]).name == "a/mtp" and choose(given[3:]) is None

@@ -93,6 +93,16 @@ def test_the_next_target_and_tokenizer_are_the_same_and_from_a_folder(home, path
     assert load_target(path, dtype=dtype, attn_implementation="eager").config._attn_implementation == "eager"
 
 
+def test_weights_are_in_memory_and_not_in_the_files_pages(home, path):
+    load_target(path)
+    loaded = load_target(path)
+    before = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
+    (file,) = kept(home)
+    with file.open("rb+") as written:  # in place: a mapped page would show it
+        written.write(b"\xff" * file.stat().st_size)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.state_dict().items())
+
+
 def _cut(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 

@@ -536,8 +536,11 @@ def test_a_repository_is_known_by_its_commit(tmp_path, monkeypatch):
     ):  # fmt: skip
         identity = feature_identity(target)
         assert identity["target"]["revision"] == commit and "head" not in identity["target"]
-    # A file of several in one repository.
+    # A file, or a folder, of several in one repository.
     assert checkpoint_source("org/tiny/a.Q4.gguf", one) != checkpoint_source("org/tiny/a.Q8.gguf", one)
+    for folder in ("a", "b"):
+        shutil.copytree(TINY, snapshot / folder)
+    assert len({checkpoint_source(str(each))["revision"] for each in (snapshot, snapshot / "a", snapshot / "b")}) == 3
 
 
 def test_a_cache_of_another_revision_is_refused(tmp_path, monkeypatch):

@@ -86,10 +86,11 @@ def test_several_processes_train_as_one(tmp_path, kind):
         assert_same_run(train(tmp_path / f"{how}-{processes}", kind, processes, how), one)
 
 
-def test_zero3_trains_as_one(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero3_trains_as_one(tmp_path, kind):
     """DeepSpeed compiles what its processes exchange with, the first time."""
     pytest.importorskip("deepspeed")
-    assert_same_run(train(tmp_path / "two", "hyperdflash", 2, "zero3"), train(tmp_path / "one", "hyperdflash", 1))
+    assert_same_run(train(tmp_path / "two", kind, 2, "zero3"), train(tmp_path / "one", kind, 1))
 
 
 def as_if_stopped(folder: Path, step: int) -> Path:

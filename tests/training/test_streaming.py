@@ -15,8 +15,9 @@ import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainingArguments
 
+from hf_hyperdflash import HyperDFlashTrainingArguments
 from hf_hyperdflash.training.features.identity import feature_identity
 from hf_hyperdflash.training.features.locking import hold
 from hf_hyperdflash.training.features.parts import read_lists, read_reader
@@ -231,6 +232,14 @@ def test_a_row_whose_part_is_not_there_is_waited_for_with_a_line(made, tmp_path,
     threading.Timer(0.5, lambda: shutil.copytree(folder, empty, dirs_exist_ok=True)).start()
     assert len(open_rows(empty, tokenized(20))) == 20
     assert f"Waiting for a list of features in {empty}" in capfd.readouterr().err
+
+
+def test_processes_may_wait_longer_for_features_than_for_each_other(tmp_path):
+    def timeout(**given):
+        return HyperDFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given).ddp_timeout
+
+    assert timeout(feature_source="cached") >= 24 * 3600 and timeout() == TrainingArguments.ddp_timeout
+    assert timeout(feature_source="cached", ddp_timeout=60) == 60
 
 
 def test_kept_features_serve_several_epochs_later_ones_in_another_order_and_resumed_ones(tmp_path):

@@ -27,6 +27,8 @@ def checkpoint_source(name: str, commit: str | None = None) -> dict[str, str]:
         commit = extract_commit_hash(str(path.absolute() / "config.json"), None)  # of a folder in the Hub's cache
         if commit is None:
             return {"files": digest} if (digest := _files_digest(path)) else {}
+        # A repository may have several targets of one configuration, each in a folder of its own.
+        commit += str(path.absolute()).rpartition(commit)[2] if path.is_dir() else ""
     elif name:
         name, options = name_in_gguf(name, {})
         commit = commit or _only_commit(name)

@@ -7,23 +7,32 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import LogitsProcessorList
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, LogitsProcessorList
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from hf_hyperdflash import MTPDrafter, load_drafter, load_target
+from hf_hyperdflash import MTPDrafter, capture_residual, load_drafter, load_target
 from hf_hyperdflash.drafters.mtp.families import FAMILIES
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import mostly_nightly, prompt
+from ..helpers import families
 from ..helpers.dropped_mtp import PUBLISHED
 from ..helpers.mtp_targets import CARRIERS, loaded
+from ..helpers.quantization import quantize_fp8
+
+IS_LATER = hasattr(MtpModel, "forward_layer")
+
+# Earlier transformers lack some families, or what they say of their heads.
+RUN = [family for family in CARRIERS if family in CONFIG_MAPPING and (family != "mellum" or IS_LATER)]
 
 
 @pytest.fixture(params=CARRIERS)
 def pair(request, tmp_path):
+    if request.param not in RUN:
+        pytest.skip(f"this transformers has no heads of {request.param}")
     target = loaded(request.param, tmp_path)
     return target, load_drafter(tmp_path, target=target)
 
@@ -83,14 +92,13 @@ def stored_in(folder):
 
 def oracle_for(target, folder):
     family = target.config.get_text_config().model_type
+    if family not in PUBLISHED and not IS_LATER:
+        pytest.skip("transformers' own model does not run one head alone")
     return NaiveHeads(target, family, folder) if family in PUBLISHED else StockHeads(target)
 
 
 def request_for(target, drafter, ids, count, budget=None, do_sample=False):
     seen, context = target_of(target), drafter.new_context()
-    residual = torch.zeros(1, ids.shape[1] - 1, 1, seen.config.hidden_size)
-    from hf_hyperdflash import capture_residual
-
     with torch.no_grad(), capture_residual(target, [-1]) as captured:
         target(ids[:, :-1])
     residual = captured[0]
@@ -146,3 +154,83 @@ def test_only_the_shards_that_hold_heads_are_read(tmp_path):
     for shard in without:
         (tmp_path / "whole" / shard).unlink()
     assert load_drafter(tmp_path / "whole", target=target).num_draft_tokens == 4
+
+
+def rewritten(folder, change):
+    """A checkpoint's files, changed: its config.json's fields and its tensors by name."""
+    target = loaded("deepseek_v3", folder)
+    fields, tensors = json.loads((folder / "config.json").read_text()), {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(shard)
+        shard.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    change(fields, tensors)
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_quantized_heads_are_dequantized(tmp_path):
+    """In FP8 with a scale of each block, as DeepSeek-V3 is released."""
+    values = {}
+
+    def quantize(fields, tensors):
+        generator = torch.Generator().manual_seed(0)
+        fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+        for name in [name for name in tensors if ("layers.3." in name and ".experts." in name) or "eh_proj" in name]:
+            stored, scale, values[name] = quantize_fp8(tensors[name].shape, (16, 16), generator)
+            tensors |= {name: stored, name.replace("weight", "weight_scale_inv"): scale}
+
+    rewritten(tmp_path, quantize)
+    drafter = load_drafter(tmp_path, dtype=torch.float32)
+    published = drafter.published(drafter.state_dict())
+    assert len(values) == 13 and all(torch.equal(published[name], value) for name, value in values.items())
+
+
+def without(part):
+    def change(fields, tensors):
+        for name in [name for name in tensors if part in name]:
+            del tensors[name]
+
+    return change
+
+
+WRONG = {
+    "no heads": (without("layers.3."), "no tensors of MTP heads, .* original checkpoint"),
+    "no heads by its configuration": (
+        lambda fields, tensors: fields.update(num_nextn_predict_layers=0), "says in its config.json that it has none"),
+    "a tensor too few": (without("layers.3.mlp.experts.2.up_proj"), "1 missing .model.layers.3.mlp.experts.2.up_proj"),
+    "a tensor too many": (
+        lambda fields, tensors: tensors.update({"model.layers.3.bias": torch.ones(2)}),
+        "1 unexpected .model.layers.3.bias"),
+    "another shape": (
+        lambda fields, tensors: tensors.update({"model.layers.3.enorm.weight": torch.ones(32)}),
+        "enorm.* .32., .* .64."),
+    "NaN": (
+        lambda fields, tensors: tensors["model.layers.3.eh_proj.weight"].fill_(torch.nan), "not finite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change, said", WRONG.values(), ids=WRONG)
+def test_a_wrong_checkpoint_is_refused_in_one_line(change, said, tmp_path):
+    rewritten(tmp_path, change)
+    with pytest.raises(ValueError, match=said) as refused:
+        load_drafter(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_heads_are_refused_that_are_not_there(tmp_path):
+    target = loaded("step3p5", tmp_path)
+    with pytest.raises(ValueError, match=r"4.* from 1 to 3: the target has 3 MTP heads"):
+        MTPDrafter.from_target(target, num_draft_tokens=4)
+    drafter = MTPDrafter.from_target(target, num_draft_tokens=2)
+    drafter.bind(target)
+    with pytest.raises(ValueError, match="It has 3 heads"):
+        target.generate(prompt(5), assistant_model=drafter, num_assistant_tokens=3)
+    with pytest.raises(ValueError, match="expected a target with MTP heads"):
+        MTPDrafter.from_target(qwen3_folder(tmp_path / "qwen3"))
+
+
+def qwen3_folder(folder):
+    families.qwen3().save_pretrained(folder)
+    return folder

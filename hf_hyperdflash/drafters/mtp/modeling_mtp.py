@@ -75,7 +75,7 @@ class MTPDrafter(UnrolledDrafter):
             MTPHead(layers[first : first + count], norm, config.hidden_size)
             for first in range(0, config.num_hidden_layers, count)
         )
-        self.rotary_emb = getattr(trunk, "rotary_emb", None)
+        self.rotary_emb: Any = getattr(trunk, "rotary_emb", None)  # type: ignore[assignment]
         self.post_init()
         self._keep_in_fp32_modules_strict = trunk._keep_in_fp32_modules_strict
         self._weight_conversions = config.family.rules(config.of_target())
@@ -208,12 +208,12 @@ class MTPDrafter(UnrolledDrafter):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the layers; what the family keeps in float32 is so."""
-        return self.heads[0].eh_proj.weight.dtype
+        return cast(MTPHead, self.heads[0]).eh_proj.weight.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the layers."""
-        return self.heads[0].eh_proj.weight.device
+        return cast(MTPHead, self.heads[0]).eh_proj.weight.device
 
     def read(self, target: Target, residual: torch.Tensor) -> torch.Tensor:
         """Return the target's states after its final norm, `[batch, seq, 1, config.hidden_size]`."""

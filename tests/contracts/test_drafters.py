@@ -103,6 +103,8 @@ MORE = {
         ),
     ),
 }  # fmt: skip
+if not gemma4_assistants.can_be_built():
+    del KINDS["gemma4 assistant"]
 WITHOUT_WEIGHTS = {"prompt lookup"}
 WITHOUT_CODE = {"gemma4 assistant"}  # in a class of transformers' own
 READ_KEYS = {"gemma4 assistant"}  # of the target's cache
@@ -294,6 +296,9 @@ MORE_LAWS = {
         lambda target: gemma4_assistants.assistant(target, clusters=(4, 2)),
     ),
 }
+
+if not gemma4_assistants.can_be_built():
+    del MORE_LAWS["gemma4 assistant"]
 
 
 @pytest.mark.parametrize("budget", [None, 3])

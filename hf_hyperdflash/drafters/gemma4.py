@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.gemma4_assistant import modeling_gemma4_assistant as of_gemma4
@@ -49,6 +50,7 @@ class SharedKeysDrafter(SavedDrafter):
     carries_code = False
 
     def __init__(self, config: PreTrainedConfig) -> None:
+        check_can_build(config)
         super().__init__(config)
         for layer in self.model.layers:
             layer.self_attn.is_causal = False  # the paths of a tree, queries of one pass, see none of each other
@@ -180,6 +182,17 @@ class SharedKeysDrafter(SavedDrafter):
         ids = clusters.token_ordering.view(clusters.num_centroids, -1)[best].flatten(1)
         scores = torch.einsum("pd,ptd->pt", hidden, self.lm_head.weight[ids])
         return hidden.new_full((len(hidden), target.config.vocab_size), -torch.inf).scatter(1, ids, scores)
+
+
+def check_can_build(config: PreTrainedConfig) -> None:
+    """Raise a `ValueError` if the installed transformers builds no layers that all have keys of others, as 5.23."""
+    try:
+        getattr(config.get_text_config(), "kv_sharing_modes", None)
+    except ValueError as error:
+        raise ValueError(
+            f"transformers {transformers.__version__} cannot build a {config.model_type}, no layer of which has keys "
+            "of its own: expected 5.24 or later, or 5.22 or earlier. `pip install -U transformers`."
+        ) from error
 
 
 def _keys_of(config: PreTrainedConfig, layer: int) -> tuple[int, int]:

@@ -19,6 +19,15 @@ KINDS = {"gemma4_text": Gemma4AssistantDrafter, "gemma4_unified_text": Gemma4Uni
 LONGEST = 512
 
 
+def can_be_built() -> bool:
+    """Whether the installed transformers builds layers that all have keys of others: 5.23 does not."""
+    config = CONFIG_MAPPING["gemma4_text"](num_hidden_layers=1, num_kv_shared_layers=1, layer_types=["full_attention"])
+    try:
+        return getattr(config, "kv_sharing_modes", True) is not None
+    except ValueError:
+        return False
+
+
 def assistant_config(target: PreTrainedModel, clusters: tuple[int, int] | None = (8, 3), **fields: Any) -> Any:
     own = target.config.get_text_config()
     sliding, full = (own.per_layer_config[own.layer_types.index(f"{kind}_attention")] for kind in ("sliding", "full"))

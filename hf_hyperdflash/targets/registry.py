@@ -11,7 +11,7 @@ from accelerate.utils import align_module_device
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4HCACache,
     DeepseekV4RMSNorm,
@@ -203,6 +203,12 @@ class Qwen4Exp(Target):
     trunk: Any  # has `hyper_connection_mixer`, which collapses the streams
 
     title = "Qwen4-Exp (Qwen3.8-Flash-Next)"
+    # Its indexer reads the positions of all tokens. Before transformers 5.21 they are beside the cache's layers, where
+    # nothing rewinds them.
+    _KEEPS_POSITIONS = hasattr(
+        DYNAMIC_LAYER_TYPE_MAPPING.get("indexed_attention", DynamicLayer)(), "indexer_position_ids"
+    )
+    rewindable_kinds = Target.rewindable_kinds - (set() if _KEEPS_POSITIONS else {"indexed_attention"})
 
     def __init__(self, model: PreTrainedModel, trunk: Trunk) -> None:
         super().__init__(model, trunk)

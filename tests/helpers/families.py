@@ -262,7 +262,8 @@ ALSO_MASKED = [qwen2, qwen3_moe]
 # Whose draft trees are verified under a mask, DeepSeek-V4's apart; those of the others row by row, if at all.
 MASKED = [gemma2, gemma3, gemma4, gpt_oss, llama, mistral, muse_glimmer, qwen3, *ALSO_MASKED]
 # Earlier transformers keep the positions of Qwen4-Exp's indexer beside the cache's layers, where nothing rewinds them.
-REWINDABLE_QWEN4 = "indexed_attention" in DYNAMIC_LAYER_TYPE_MAPPING
+_indexed = DYNAMIC_LAYER_TYPE_MAPPING.get("indexed_attention")
+REWINDABLE_QWEN4 = hasattr(_indexed and _indexed(), "indexer_position_ids")
 if REWINDABLE_QWEN4:
     FAMILIES += [qwen4_exp, qwen4_exp_multimodal]
 if hasattr(transformers, "HYV4VLConfig"):  # from 5.24 on

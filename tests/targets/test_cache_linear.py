@@ -53,7 +53,9 @@ def feed(target, cache, ids):
 
 
 def linear_layers(cache):
-    return [layer for layer in cache.layers if isinstance(layer, RewindableLinearLayer)]
+    """Those with a state: before transformers 5.22 an MLP has such a layer, too, and puts nothing into it."""
+    of_kind = [layer for layer in cache.layers if isinstance(layer, RewindableLinearLayer)]
+    return [layer for layer in of_kind if any(state is not None for state in layer.conv_states.values())]
 
 
 def states(cache):

@@ -1,4 +1,4 @@
-"""EAGLE-3 and SpecBlock here give the trees and logits of the programs that they come from, on random weights.
+"""EAGLE-3, P-EAGLE and SpecBlock here give the trees and logits of the programs that they are of, on random weights.
 
     .ci/compat                       # makes an environment with these programs and runs the comparisons
     pytest -m compat tests/compat    # where they are there
@@ -13,6 +13,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,7 @@ from hf_hyperdflash.drafters.unrolled.unrolling import Unrolling
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.targets.target import Target
 
+from ..helpers.released_layouts import Followed
 from .programs import require_checkout, require_package
 
 pytestmark = [
@@ -222,3 +224,45 @@ def test_eagle3_gives_the_logits_of_speculators(layer_type, flags, tmp_path):
                 last = torch.tensor([step - 1]), torch.tensor([0])
                 states = unrolling.branch(*last, tokens[0, entry + step, None])
             torch.testing.assert_close(logits_of(drafter, target, states[0, 0]), steps[step][entry], **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("layer_type", "flags"),
+    [(LlamaConfig, {}), (Qwen3Config, {"norm_before_residual": True}), (LlamaConfig, {"norm_before_fc": True})],
+    ids=("plain", "Qwen3's", "normed"),
+)
+def test_peagle_gives_the_logits_of_speculators(layer_type, flags, tmp_path, monkeypatch):
+    """Its training forward over four depths of every position, and our drafts after each entry."""
+    require_package("speculators")
+    core = importlib.import_module("speculators.models.peagle.core")
+    kinds, greedy = importlib.import_module("speculators"), importlib.import_module("speculators.proposals.greedy")
+    layer = layer_type(**SHAPE, num_hidden_layers=2, rope_parameters={"rope_type": "default", "rope_theta": THETA})
+    layer._attn_implementation, depths = "eager", 4
+    method = kinds.SpeculatorsConfig(
+        algorithm="peagle", proposal_methods=[greedy.GreedyTokenProposalConfig(speculative_tokens=depths)],
+        default_proposal_method="greedy",
+        verifier=kinds.VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"]),
+    )  # fmt: skip
+    config = core.PEagleSpeculatorConfig(
+        transformer_layer_config=layer, draft_vocab_size=DRAFTED, eagle_aux_hidden_state_layer_ids=[2, 4, 5],
+        speculators_config=method, mask_token_id=7, **flags,
+    )  # fmt: skip
+    model, logits = randomize(core.PEagleDraftModel(config)), []
+    model.lm_head.register_forward_hook(lambda module, args, output: logits.append(output[0]))
+    places = [(anchor, depth) for depth in range(depths) for anchor in range(LENGTH - depth)]
+    anchors, at_depth = torch.tensor(places).T
+    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (anchors, at_depth))
+    features, tokens = random_inputs(LENGTH)
+    with suppress(RuntimeError):  # its loss needs a GPU
+        document, last = torch.zeros(1, LENGTH, dtype=torch.long), torch.randn(1, LENGTH, WIDTH)
+        model(features, tokens, document, verifier_last_hidden_states=last, num_depths=depths)
+    expected = dict(zip(places, logits[0], strict=True))
+    drafter, target = ours(tmp_path, model, config.to_dict()), target_with(model.embed_tokens)
+    assert drafter.max_draft_tokens == depths
+    for entry, context in contexts(drafter, target, features, tokens):
+        ids, sampler = tokens[:, : entry + 2], Followed([0] * depths)
+        drafter.draft(target, [DraftRequest(context, ids, torch.arange(entry + 2)[None], depths, sampler)])
+        for depth in range(min(depths, LENGTH - entry)):
+            found = sampler.seen[depth][drafter.draft_ids]
+            torch.testing.assert_close(found, expected[entry, depth], **CLOSE)

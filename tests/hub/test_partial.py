@@ -82,7 +82,8 @@ def test_every_family_ends_as_the_whole_target_does(tmp_path, make, dtype):
     ends = [target_of(each) for each in (part, whole)]
     assert len({each.input_embedding.weight is each.output_head.weight for each in ends}) == 1
     assert part.config._name_or_path == whole.config._name_or_path
-    assert part.config.num_hidden_layers == whole.config.num_hidden_layers
+    parts = [each.config.get_text_config(decoder=True) for each in (part, whole)]
+    assert parts[0].num_hidden_layers == parts[1].num_hidden_layers
     assert part.generation_config.to_dict() == whole.generation_config.to_dict()
 
 

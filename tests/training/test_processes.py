@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 KINDS = {
     "hyperdflash": ["--sequential_head", "state", "--head_rank", "8", "--confidence_head"],
     "eagle3": ["--drafter_type", "eagle3", "--recipe", "eagle3", "--target_layer_ids", "0", "1", "2"],
+    "peagle": ["--drafter_type", "peagle", "--layers", "2", "--recipe", "eagle3", "--target_layer_ids", "0", "1", "2"],
     "specblock": ["--drafter_type", "specblock", "--recipe", "specblock", "--target_layer_ids", "0", "1", "2"],
 }
 GLOBAL_BATCH = 4

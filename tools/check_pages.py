@@ -77,7 +77,7 @@ def lengths() -> Faults:
 
     pages = sorted(DOCS.glob("*.md"))
     found = [(README, len(README.read_text().split()), 900), (CONTRIBUTING, words(CONTRIBUTING), 800)]
-    for page, count, most in [*found, (DOCS, words(*pages), 10_700)]:
+    for page, count, most in [*found, (DOCS, words(*pages), 10_900)]:
         if count > most:
             yield page, f"{count} words, at most {most}"
     if len(pages) > 11:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.cli.drafters import drafters
 from hf_hyperdflash.hub import found
+from hf_hyperdflash.hub.formats import FORMATS
 from hf_hyperdflash.hub.published import (
     PUBLISHED,
     PublishedDrafter,
@@ -25,9 +26,11 @@ from hf_hyperdflash.hub.published import (
 )
 
 from ..conftest import tiny_config
+from ..contracts.test_drafters import KINDS, TRAINED
 from ..helpers import families
 from ..helpers.deepseek_checkpoints import mtp_shapes, random_tensors, write
-from ..helpers.released_layouts import saved
+from ..helpers.gemma4_assistants import can_be_built
+from ..helpers.released_layouts import LAYOUTS, saved
 from .test_loading import written
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +48,31 @@ def test_the_table_is_that_of_the_page():
         kind = line.rpartition("|")[0].rpartition("|")[2].strip()
         for name in re.findall(r"`([\w.-]+/[\w.-]+)`", line):
             assert [drafter.kind for drafter in PUBLISHED if drafter.name == name] == [kind]
+
+
+# Each publisher's kind on the page: its layouts in `released_layouts`, which are read and written in the contracts,
+# or none if it is read from its target's or a publisher's checkpoint; and its row in the contracts of drafters.
+OF_PAGE = {
+    "DFlash": (("z-lab", "speculators"), "dflash"), "DFlash 2": (("z-lab dflash2",), "dflash2"),
+    "DSpark": (("deepspec", "speculators dspark"), "dspark"), "JetSpec": (("JetSpec",), "jetspec"),
+    "Domino": (("domino",), "domino"), "Muse-Glimmer's assistant": (("Muse-Glimmer's",), "muse glimmer"),
+    "EAGLE-3": (("safeailab", "speculators eagle3", "deepspec eagle3"), "eagle3"),
+    "P-EAGLE": (("Amazon's P-EAGLE", "speculators peagle"), "peagle"), "SpecBlock": (("specblock",), "specblock"),
+    "Medusa heads": ((), "medusa"), "DeepSeek-V4's DSpark": ((), "v4 dspark"), "DeepSeek-V4's MTP": ((), "v4 mtp"),
+    "MTP heads": ((), "mtp head"), "Gemma 4's assistants": ((), "gemma4 assistant"),
+}  # fmt: skip
+
+
+def test_what_is_done_with_each_kind_is_what_the_contracts_test():
+    section = (ROOT / "docs/drafters.md").read_text().partition("## What is done with each kind")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line][2:]
+    assert [row[0] for row in rows] == [*OF_PAGE]
+    for name, read, drafts, trains, exports in rows:
+        layouts, contract = OF_PAGE[name]
+        written = {each for layout in layouts for each in LAYOUTS[layout].written or ()}
+        assert read == drafts == "yes" and (contract in KINDS or not can_be_built())
+        assert trains == ("yes" if contract in TRAINED else "no")
+        assert exports == (", ".join(sorted(written, key=FORMATS.index)) or "no"), name
 
 
 @pytest.mark.parametrize(

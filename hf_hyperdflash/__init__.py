@@ -29,6 +29,7 @@ _MODULE_OF = {
         path.rpartition(".")[2]: path.rpartition(".")[0]
         for kind in KINDS
         for path in (kind.drafter_path, kind.config_path)
+        if path
     },
 }
 

@@ -27,9 +27,9 @@ class DrafterKind:
     name: str
     model_type: str  # in the config.json that this package saves
     drafter_path: str  # its class, from the package on
-    config_path: str
     drafts: str  # how many tokens, and in how many passes: a text of [`Words`], as the sentences
     sentences: tuple[str, ...]  # how it drafts, and what it reads
+    config_path: str = ""  # of its configuration, unless that is transformers' own
     article: str = "a"  # before its name
     title: Callable[[Any], str] | None = None  # what tells it from others beside it, if its name does not
     reads: tuple[str, ...] = ()  # other programs' layouts; the first that fits a config.json counts
@@ -52,7 +52,7 @@ class DrafterKind:
     @property
     def config(self) -> type[PreTrainedConfig]:
         """The class of its configuration."""
-        return named(self.config_path)
+        return named(self.config_path) if self.config_path else self.drafter.config_class
 
     @property
     def class_name(self) -> str:
@@ -201,7 +201,6 @@ KINDS = (
         name="Gemma 4 assistant",
         model_type="gemma4_assistant",
         drafter_path="drafters.gemma4.Gemma4AssistantDrafter",
-        config_path="drafters.gemma4.Gemma4AssistantConfig",
         drafts="as many tokens as are asked for, a pass for each",
         sentences=_OF_GEMMA4,
         shares_all=False,
@@ -211,7 +210,6 @@ KINDS = (
         name="Gemma 4 Unified assistant",
         model_type="gemma4_unified_assistant",
         drafter_path="drafters.gemma4.Gemma4UnifiedAssistantDrafter",
-        config_path="drafters.gemma4.Gemma4UnifiedAssistantConfig",
         drafts="as many tokens as are asked for, a pass for each",
         sentences=_OF_GEMMA4,
         shares_all=False,

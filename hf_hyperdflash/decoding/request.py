@@ -167,13 +167,14 @@ class Pair:
 
 def draft_by_adapter(pairs: Sequence[Pair], requests: Sequence[DraftRequest]) -> list[DraftTree]:
     """Return the drafts for each text, made together where one pass can have the adapters of all."""
-    drafted: dict[int, DraftTree] = {}
     adapters = [pair.adapter for pair in pairs]
     kinds = list(dict.fromkeys(adapters))
+    if len(kinds) < 2:
+        return pairs[0].draft(requests) if pairs else []
     # A drafter leaves out a text of whose context nothing is known.
-    has_rows = getattr(pairs[0].drafter, "rows_are_texts", False) if len(kinds) > 1 else False
-    if has_rows and all(each.context.end for each in requests):
+    if getattr(pairs[0].drafter, "rows_are_texts", False) and all(each.context.end for each in requests):
         return replace(pairs[0], adapter=tuple(map(str, adapters))).draft(requests)
+    drafted: dict[int, DraftTree] = {}
     for adapter in kinds:
         own = [index for index, known in enumerate(adapters) if known == adapter]
         drafted.update(zip(own, pairs[own[0]].draft([requests[index] for index in own])))

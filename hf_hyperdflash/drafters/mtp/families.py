@@ -156,7 +156,6 @@ class MTPFamily:
         model: The class of the family's text model, from `transformers.models` on, where `AutoModel` does not have it.
         layers: The number of decoder layers of a head.
         layers_of: Returns these layers, of all heads, from a text model with that configuration.
-        state_first: Whether `eh_proj` reads the state before the embedding.
     """
 
     names: Mapping[str, str]
@@ -168,7 +167,6 @@ class MTPFamily:
     model: str = ""
     layers: int = 1
     layers_of: Callable[[Any], Sequence[nn.Module]] = lambda trunk: trunk.layers
-    state_first: bool = False
 
     @property
     def can_be_several(self) -> bool:

@@ -295,8 +295,7 @@ class MTPDrafter(UnrolledDrafter):
         known: Iterator[ContextLayer],
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        parts = head.enorm(embeds), head.hnorm(state)
-        hidden = head.eh_proj(torch.cat(parts[::-1] if self.config.family.state_first else parts, dim=-1))
+        hidden = head.eh_proj(torch.cat([head.enorm(embeds), head.hnorm(state)], dim=-1))
         for index, layer in enumerate(head.layers, number * len(head.layers)):
             kind, window = self._span(index)
             # A layer of experts alone takes none of them.

@@ -29,7 +29,7 @@ RUNNING = {
     name: of_family(getattr(families, name), lambda target: headed(target, "state", num_draft_tokens=4))
     for name in ("qwen3_next", "granite_hybrid", "falcon_h1", "hunyuan_v4", "glm5_next", "qwen4_exp")
 }
-WITHOUT_CODE = {"mtp head"}  # which is saved in its publisher's layout
+WITHOUT_CODE = {"mtp head", "gemma4 assistant"}  # which are saved in their publishers' layouts
 PAIRS = {
     **{kind: KINDS[kind] for kind in SAVED if kind not in WITHOUT_CODE},
     **RUNNING,

@@ -50,7 +50,7 @@ def test_it_learns_with_every_part_of_it_and_is_saved_whole(made, kind, tmp_path
     before = {name: value.clone() for name, value in trainer.model.named_parameters() if value.requires_grad}
     target = {name: value.clone() for name, value in trainer.target.state_dict().items()}
     trainer.train()
-    assert losses(trainer)[-1] < losses(trainer)[0]
+    assert sum(losses(trainer)[-4:]) < sum(losses(trainer)[:4])  # one step's depends on its rows
     after = trainer.model.state_dict()
     assert not [name for name, value in before.items() if torch.equal(value, after[name])]
     assert all(value.dtype == torch.float32 for name, value in before.items())

@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+from transformers.integrations.peft import PeftAdapterMixin
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
 
 import hf_hyperdflash
@@ -121,7 +122,9 @@ PRIVATE = [
         "_validate_generation_mode": "to let drafters of targets with fewer tokens through `generate`'s check",
         "_valid_auto_compile_criteria": "to compile rounds where transformers' own loop would be compiled",
         "_supports_default_dynamic_cache": "to refuse targets that make a cache of their own",
+        "_supports_logits_to_keep": "to say that a drafter is bound, where a target would run it as an assistant",
     }),
+    (PeftAdapterMixin, {"_hf_peft_config_loaded": "to save an adapter of a drafter, and not both"}),
     (CompileConfig(), {"_compile_all_devices": "to time compiled rounds on a CPU for the doctor"}),
     (GenerationConfig, {"_get_default_generation_params": "to tell 20 drafts that were asked for from the default"}),
     (PreTrainedModel, {
@@ -200,7 +203,7 @@ PRIVATE = [
 # Strings and attributes that look like these and are our own, or the standard library's.
 OURS = {
     "_hyperdflash_context", "_hyperdflash_padding", "_hyperdflash_torn", "_asdict",
-    "_num_draft_tokens", "_replace", "_acceptance", "_codebook",
+    "_kept_shapes", "_num_draft_tokens", "_replace", "_acceptance", "_codebook",
     "_features", "_normalize_context_k", "_runtime", "_VERBOSITY", "_DISABLE_PROGRESS_BARS", "_abc_impl",
     "_backward_cls", "_token_id", "_token", "_packed",
 }  # fmt: skip

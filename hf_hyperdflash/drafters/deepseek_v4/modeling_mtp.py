@@ -210,6 +210,9 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
     def next_condition(self, states: torch.Tensor) -> torch.Tensor:
         return states
 
+    def later_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids
+
     def normed(self, states: torch.Tensor, level: int) -> torch.Tensor:
         """Return what the LM head reads of streams `[batch, entries, 1, config.hc_mult, config.hidden_size]`."""
         return self.collapse(states.flatten(0, 1)).unflatten(0, states.shape[:2])

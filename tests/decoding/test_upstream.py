@@ -206,6 +206,7 @@ OURS = {
     "_kept_shapes", "_num_draft_tokens", "_replace", "_acceptance", "_codebook",
     "_features", "_normalize_context_k", "_runtime", "_VERBOSITY", "_DISABLE_PROGRESS_BARS", "_abc_impl",
     "_backward_cls", "_token_id", "_token", "_packed",
+    "_can_set_experts_implementation_cached_value",  # which transformers 5.17 puts on each class that it has looked at
 }  # fmt: skip
 # vLLM's, which `tests/serving/` runs.
 OF_ENGINES = {

@@ -143,7 +143,8 @@ class Unrolling:
         return self.drafter.drafted_logits(self.target, self.drafter.normed(states, level))
 
     def _padding(self, rows: Sequence[int]) -> Padding:
-        return Padding([rows.count(text) for text in range(self._texts)], self.states.device, self._width)
+        counts = [sum(row == text for row in rows) for text in range(self._texts)]  # torch 2.8 compiles no `count`
+        return Padding(counts, self.states.device, self._width)
 
     def _run(
         self,

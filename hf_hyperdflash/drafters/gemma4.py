@@ -29,14 +29,14 @@ from ..targets.target import Target, attention_mask_for
 from ..trees.growth import DraftStep
 from ..trees.padding import Padding
 from ..trees.tree import DraftTree
-from .parts.context import DraftContext, anchors_of
+from .parts.context import anchors_of
+from .reading import LastStateDrafter
 from .sampling import DraftRequest, draft_batch, draft_known
-from .saved import SavedDrafter
 
 _TARGETS = ("gemma4_text", "gemma4_unified_text")  # by the `model_type` of their text configuration
 
 
-class SharedKeysDrafter(SavedDrafter):
+class SharedKeysDrafter(LastStateDrafter):
     """The base of Gemma 4's assistants, before transformers' own class of each: `load_drafter` reads published ones,
     and none are trained here."""
 
@@ -46,7 +46,6 @@ class SharedKeysDrafter(SavedDrafter):
     pre_projection: nn.Linear
     post_projection: nn.Linear
     target_layer_ids = [-1]
-    reads_each_token = False  # the state before the anchor alone, of the target's last layers, which share keys
     carries_code = False
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -102,24 +101,6 @@ class SharedKeysDrafter(SavedDrafter):
         config = target.config
         with_keys = config.layer_types[: config.num_hidden_layers - (config.num_kv_shared_layers or 0)]
         return {kind: index for index, kind in enumerate(with_keys)}
-
-    # One sequence
-
-    def new_context(self) -> DraftContext:
-        """Return an empty context for one text, in which its last accepted token stays pending."""
-        return DraftContext()
-
-    def extend(
-        self,
-        target: Target,
-        context: DraftContext,
-        residual: torch.Tensor,
-        position_ids: torch.Tensor,
-        *_: torch.Tensor,
-    ) -> None:
-        """Store the residual of the last accepted token, from which the target's LM head made the anchor."""
-        if residual.shape[1]:
-            context.pending = residual[:, -1:], position_ids[:, -1:]
 
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:

@@ -16,6 +16,7 @@ from ..targets.registry import target_of
 from ..targets.target import Target, soft_capped
 from ..trees.growth import DraftVocabulary
 from .configuration import SPECIAL_TOKENS, DrafterConfig
+from .parts.context import DraftContext
 from .parts.reducers import HCGateReducer
 from .saved import SavedDrafter
 from .weights import check_draft_ids, named_dtype
@@ -28,6 +29,28 @@ _MOST_EXCESS, _HALVINGS = 1.0, 24  # nats above a uniform guess, and how often t
 
 # For each target, the other targets that were reported: a copy of a drafter is not reported again.
 _said: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+
+
+class LastStateDrafter(SavedDrafter):
+    """The base of drafters that read the target's state of the last accepted token alone."""
+
+    reads_each_token = False
+
+    def new_context(self) -> DraftContext:
+        """Return an empty context for one text, in which its last accepted token stays pending."""
+        return DraftContext()
+
+    def extend(
+        self,
+        target: Target,
+        context: DraftContext,
+        residual: torch.Tensor,
+        position_ids: torch.Tensor,
+        *_: torch.Tensor,
+    ) -> None:
+        """Store the residual of the last accepted token, from which the target's LM head made the anchor."""
+        if residual.shape[1]:
+            context.pending = residual[:, -1:], position_ids[:, -1:]
 
 
 class HiddenStateDrafter(SavedDrafter):

@@ -480,7 +480,7 @@ def test_a_target_larger_than_memory_is_not_generated_from(train, tmp_path, monk
 
 
 def test_nothing_is_generated_from_a_target_without_layers(tmp_path):
-    target = load_target(TARGET, without_layers=True)
+    target = load_target(TARGET, dtype="float32", without_layers=True)
     trainer = SimpleNamespace(target=target)
     words = ("without its layers", "--eval_prompts 0")
     Refusal(lambda: AcceptanceCallback(trainer, [torch.tensor([[1, 2]])]), words).check()

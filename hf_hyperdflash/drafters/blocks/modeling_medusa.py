@@ -20,8 +20,8 @@ from ...trees.growth import GraphPlan, GrownChains, GrownNodes, grow_in_graph, i
 from ...trees.tree import DraftTree
 from ..configuration import WithCode
 from ..parts.context import CompiledRounds, DraftContext
+from ..reading import LastStateDrafter
 from ..sampling import DraftRequest, draft_known, drafts_of, graph_plan
-from ..saved import SavedDrafter
 
 
 class MedusaConfig(WithCode, PreTrainedConfig):
@@ -66,13 +66,12 @@ def medusa_heads(config: Any) -> dict[str, nn.Module]:
     return heads
 
 
-class MedusaDrafter(SavedDrafter):
+class MedusaDrafter(LastStateDrafter):
     """Drafts with Medusa heads: `load_drafter` reads published ones, and none are trained here."""
 
     config: MedusaConfig
     config_class = MedusaConfig
     target_layer_ids = [-1]
-    reads_each_token = False
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
@@ -83,22 +82,6 @@ class MedusaDrafter(SavedDrafter):
 
     def target_sizes(self) -> dict[str, int]:
         return {"hidden_size": self.config.hidden_size}
-
-    def new_context(self) -> DraftContext:
-        """Return an empty context for one text, in which its last accepted token stays pending."""
-        return DraftContext()
-
-    def extend(
-        self,
-        target: Target,
-        context: DraftContext,
-        residual: torch.Tensor,
-        position_ids: torch.Tensor,
-        *_: torch.Tensor,
-    ) -> None:
-        """Store the residual of the last accepted token, from which the target's LM head made the anchor."""
-        if residual.shape[1]:
-            context.pending = residual[:, -1:], position_ids[:, -1:]
 
     @torch.no_grad()
     def draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:

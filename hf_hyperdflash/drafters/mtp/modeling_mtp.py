@@ -22,9 +22,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from ...targets.caches.name import CACHE
 from ...targets.compiled import CompiledForwards
 from ...targets.target import Target, attention_mask_for, computable
-from ..parts.context import DraftContext
+from ...trees.growth import DraftStep
+from ...trees.tree import DraftTree
+from ..parts.context import ContextColumns, DraftContext, padded_pending, rows_of
 from ..parts.layers import ContextLayer, KeysValues
 from ..reading import HiddenStateDrafter
+from ..sampling import DraftRequest, draft_batch
 from ..unrolled.drafter import UnrolledDrafter, entry_mask
 from ..unrolled.layer_cache import LayerCache
 from ..weights import (
@@ -274,11 +277,11 @@ class MTPDrafter(UnrolledDrafter):
         return states[:, -1:] if last_only else states
 
     def _shifted(
-        self, states: torch.Tensor, number: int, before: tuple[torch.Tensor, torch.Tensor] | None
+        self, states: torch.Tensor, number: int, before: tuple[torch.Tensor, torch.Tensor] | None, more: int = 0
     ) -> torch.Tensor:
-        """Return a head's states of the token before each, for the next head."""
+        """Return a head's states of the token before each, and before `more` that follow, for the next head."""
         width = self.config.hidden_size
-        shifted = nn.functional.pad(states, (0, 0, 1, -1))
+        shifted = nn.functional.pad(states, (0, 0, 1, more - 1))
         if before is not None:
             rows = torch.arange(len(states), device=states.device)
             carried = before[0][:, (number - 1) * width : number * width]
@@ -360,6 +363,43 @@ class MTPDrafter(UnrolledDrafter):
         states = [none if each.states is None else each.states for each in contexts]
         first = [min(count - each.new_count, count - 1) for each in contexts]
         return torch.cat(states)[:, 0], torch.tensor(first, device=self.device)
+
+    def _draft_known(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Draft as other drafters of entries do; with several heads, chains in one pass of each head: it makes its
+        entries of the pending tokens and its draft at once, as the heads before it have drafted by then."""
+        contexts = [each.context for each in requests]
+        is_chain = requests[0].sampler.tree_budget is None
+        if self.config.num_heads == 1 or not is_chain or not all(each.new_count for each in contexts):
+            return super()._draft_known(target, requests)
+        residual, positions, ids = padded_pending(contexts, self.device)
+        rows_of(self, contexts, ids.shape[1] + self.config.num_heads)  # which none of the passes then outgrows
+        count, before = ids.shape[1], self.carried(contexts)
+        state, embeds, positions = self.condition(self.read(target, residual)), self.embed(target, ids), positions + 1
+        of_head, made = len(self.kept_shapes) // self.config.num_heads, list[torch.Tensor]()
+
+        def run_next(drafts: int) -> torch.Tensor:
+            number, tokens = len(made), count + drafts
+            columns = ContextColumns.of(self, contexts, drafts)
+            known = map(columns.layer, range(number * of_head, (number + 1) * of_head))
+            states = self._shifted(made[-1], number, before, tokens - made[-1].shape[1]) if made else state
+            head, mask = cast(MTPHead, self.heads[number]), columns.causal_mask(self.device)
+            inputs = embeds[:, :tokens].to(state.dtype), states, positions[:, :tokens]
+            made.append(self._run_head(number, head, *inputs, known, mask))
+            return made[-1][:, -1]
+
+        def step(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+            nonlocal embeds, positions
+            if k:
+                embeds = torch.cat([embeds, self.embed(target, tokens[:, None].to(self.device))], dim=1)
+                positions = torch.cat([positions, positions[:, -1:] + 1], dim=1)
+            return DraftStep(self.drafted_logits(target, run_next(k)), vocabulary=self.draft_vocabulary(target))
+
+        trees = draft_batch(requests, step)
+        while len(made) < self.config.num_heads:  # those that had nothing to draft
+            run_next(0)
+        states = torch.cat([each[:, count - 1 : count] for each in made], dim=-1)
+        self._keep_entries(contexts, states, range(len(contexts)))
+        return self._with_passes(trees)
 
     def entry_mask(self, position_ids: torch.Tensor) -> torch.Tensor:
         return entry_mask(position_ids, 1)  # a family's attention takes no mask in pieces

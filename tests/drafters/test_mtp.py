@@ -15,6 +15,7 @@ from transformers.modeling_layers import MtpModel
 from hf_hyperdflash import MTPDrafter, capture_residual, load_drafter, load_target
 from hf_hyperdflash.drafters.mtp.families import FAMILIES
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
+from hf_hyperdflash.drafters.unrolled.drafter import UnrolledDrafter
 from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import mostly_nightly, prompt
@@ -234,3 +235,54 @@ def test_heads_are_refused_that_are_not_there(tmp_path):
 def qwen3_folder(folder):
     families.qwen3().save_pretrained(folder)
     return folder
+
+
+class AdmitsOne:
+    """Who admits the first draft of a chain alone."""
+
+    def __init__(self):
+        self.open = True
+
+    def is_open(self):
+        return self.open
+
+    def admits(self, signal):
+        self.open = False
+        return True
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("counts, admission", [((3,), None), ((2, 3, 1), None), ((3,), AdmitsOne)], ids=str)
+def test_one_pass_of_each_head_drafts_what_entries_and_then_drafts_do(counts, admission, tmp_path):
+    """Texts of several lengths, with one to three pending tokens each, round by round, also after a chain that ended
+    before the last head."""
+    target = loaded("step3p5", tmp_path)
+    drafter, seen, chance = MTPDrafter.from_target(target), target_of(target), torch.Generator().manual_seed(0)
+    whole = [prompt(40, seed=seed) for seed in range(len(counts))]
+    contexts = [[drafter.new_context() for _ in whole] for _ in range(2)]
+    with capture_residual(target, [-1]) as captured:
+        target(torch.cat(whole))
+    ends, drafted = [9 + 3 * row for row in range(len(whole))], set()
+    for _ in range(5):
+        trees = []
+        for side, draft in enumerate((type(drafter)._draft_known, UnrolledDrafter._draft_known)):
+            requests = []
+            for row, (ids, end, count) in enumerate(zip(whole, ends, counts)):
+                context, positions = contexts[side][row], torch.arange(40)[None]
+                new = slice(context.end, end)
+                drafter.extend(seen, context, captured[0][row : row + 1, new], positions[:, new], ids[:, 1:][:, new])
+                context.end = end
+                sampler = DraftSampler(
+                    LogitsProcessorList(), False, chain_admission=None if admission is None else admission()
+                )
+                requests.append(
+                    DraftRequest(context, ids[:, : end + 1], positions[:, : end + 1], min(count, 3), sampler)
+                )
+            trees.append([tree.tokens.tolist() for tree in draft(drafter, seen, requests)])
+        assert trees[0] == trees[1] and all(trees[0])
+        drafted.update(map(str, trees[0]))
+        for mine, its in zip(*contexts):
+            torch.testing.assert_close(mine.states, its.states, atol=1e-5, rtol=1e-4)
+            assert mine.length == its.length and mine.pending is None
+        ends = [end + int(torch.randint(1, 4, (1,), generator=chance)) for end in ends]
+    assert len(drafted) > 3

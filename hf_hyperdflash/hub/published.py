@@ -121,7 +121,7 @@ _METHODS = (
 )  # fmt: skip
 _MOST = 100  # that one question is answered with
 _FACTS: Any = ["safetensors", "lastModified", "tags"]
-_QUANTIZED = re.compile(r"[.-](i?q\d\w*|b?f16|f32)$")  # the end of a GGUF file's name
+_GGUF = re.compile(r"([.-](i?q\d\w*|b?f16|f32))?\.gguf$", re.IGNORECASE)  # the end of a file's name
 
 
 def known_drafters(target: str) -> list[PublishedDrafter]:
@@ -223,12 +223,7 @@ def _size(count: int) -> str:
 
 def _name(target: str) -> str:
     """Return the last part of a target's name, without what says how a GGUF file is quantized."""
-    name = PurePath(target).name
-    if name.lower().endswith(".gguf"):
-        name = name[: -len(".gguf")]
-        end = _QUANTIZED.search(name.lower())
-        name = name[: end.start()] if end else name
-    return name
+    return _GGUF.sub("", PurePath(target).name)
 
 
 def _plain(target: str) -> str:

@@ -138,7 +138,8 @@ def check_drafter(
         check_not_quantized(fields, str(name), name)
     is_known = found.kind in kinds
     if kinds and not (is_known and not found.is_targets_own and (or_others or found.layout is None)):
-        listed = in_words([str(kind) for kind in KINDS if kind in kinds], "or")
+        known = [str(kind) for kind in KINDS if kind in kinds]
+        listed = ", ".join(known[:-1]) + " or " * (len(known) > 1) + known[-1]
         step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_known else ""
         raise ValueError(f"{name} is {found}, expected {listed}, saved by this package{step}.")
     if needs_weights and not found.is_targets_own:  # which may be without the parts that have the target alone

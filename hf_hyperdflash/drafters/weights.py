@@ -94,9 +94,8 @@ def load_complete(
 
 
 def uninitialized(kind: Callable[[Any], Any], config: Any, dtype: torch.dtype) -> Any:
-    """Build a drafter on the meta device, in `dtype` but for what it keeps in float32: to initialize large weights,
-    which are read afterwards, would take minutes and memory for float32."""
-    with torch.device("meta"):
+    """Build a drafter on the meta device, in `dtype` but for what it keeps in float32."""
+    with torch.device("meta"):  # to initialize weights that are read afterwards would take minutes and gigabytes
         drafter = kind(config)
     for name, tensor in drafter.state_dict(keep_vars=True).items():
         if not any(re.search(rf"(^|\.){part}(\.|$)", name) for part in drafter._keep_in_fp32_modules_strict or ()):

@@ -173,8 +173,7 @@ def hub_drafters(target: str, api: HfApi) -> list[PublishedDrafter]:
 
 
 def _is_for(info: ModelInfo, target: str) -> bool:
-    """Return whether an answer is a drafter of the target, by its name and, if there are such, its tags of its
-    targets."""
+    """Return whether an answer is a drafter of the target, by its name and the targets that its tags name, if any."""
     bases = {tag.rpartition(":")[2] for tag in info.tags or () if tag.startswith("base_model:")}
     is_drafter = any(method in info.id.lower() for method in _METHODS)
     is_quantized = "gguf" in info.id.lower() or any(tag.startswith("base_model:quantized") for tag in info.tags or ())

@@ -124,11 +124,8 @@ class CheckpointTensors:
         return {own: partial(read, own) for own in self.weights}
 
     def copy(self, tensors: Iterable[tuple[str, torch.Tensor]], own: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors, one at a time, into those of a drafter.
-
-        Raises:
-            ValueError: If one has another shape, or is not finite.
-        """
+        """Copy tensors, one at a time, into those of a drafter. Raise a `ValueError` that names one with another
+        shape, or that is not finite."""
         for name, tensor in tensors:
             if tensor.shape != own[name].shape:
                 raise ValueError(

@@ -147,7 +147,6 @@ class MTPDrafter(UnrolledDrafter):
 
     @classmethod
     def _loaded(cls, config: MTPConfig, tensors: HeadTensors, dtype: Any, device: Any) -> MTPDrafter:
-        """Build a drafter and read its weights."""
         config.dtype = dtype or torch.bfloat16
         drafter = uninitialized(cls, config, config.dtype)
         drafter._weight_conversions = [

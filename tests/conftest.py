@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, RepetitionPenaltyLogitsProcessor
 from transformers.utils import logging
 
 from hf_hyperdflash import HyperDFlashDrafter
@@ -158,6 +158,16 @@ def half_right_about(target, text):
     wrong = torch.rand(sequence.shape, generator=generator) < 0.3
     sequence[wrong] = (sequence[wrong] + 1) % 60 + 2
     return perfect(target, sequence)
+
+
+def penalty_counts_padding() -> bool:
+    """Whether a repetition penalty of transformers takes padding for text, as before 5.23
+    (`test_upstream.test_which_penalty_counts_padding`)."""
+    try:
+        RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=torch.tensor([1]))
+    except ValueError:
+        return True
+    return False
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 64) -> torch.Tensor:

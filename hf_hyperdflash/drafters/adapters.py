@@ -195,7 +195,7 @@ class WithAdapters:
             self._delete(name)
             raise
         for key, tensor in own.items():
-            tensor.copy_(given[key])
+            tensor.data.copy_(given[key])
         made_for, is_of = (PurePath(path or "").name for path in (config.base_model_name_or_path, self._name()))
         if made_for and is_of and made_for.lower() != is_of.lower():
             logger.warning(
@@ -280,9 +280,8 @@ class WithAdapters:
         for _, layer in _lora_layers(own):
             if _choose not in layer._forward_pre_hooks.values():
                 layer.register_forward_pre_hook(_choose, with_kwargs=True)
-        for path, weight in own.named_parameters():
-            if ".lora_" in path and f".{name}." in path:
-                weight.data = weight.data.to(own.dtype)
+        for weight in self._lora_tensors(name).values():
+            weight.data = weight.data.to(own.dtype)
 
     def _check_config(self, config: LoraConfig, what: str) -> None:
         """Raise a `ValueError` unless an adapter only adds to linear layers of this drafter."""
@@ -324,13 +323,11 @@ class WithAdapters:
                 "drafter. Load the drafter that it was trained for."
             )
 
-    def _lora_tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Return an adapter's tensors by the names that they have in files, without their prefix. Writing to them
-        changes the adapter."""
-        state = cast(nn.Module, self).state_dict()
+    def _lora_tensors(self, name: str) -> dict[str, nn.Parameter]:
+        """Return an adapter's weights by the names that they have in files, without their prefix."""
         return {
-            path.replace(f".{name}.", "."): tensor
-            for path, tensor in state.items()
+            path.replace(f".{name}.", "."): weight
+            for path, weight in cast(nn.Module, self).named_parameters()
             if ".lora_" in path and f".{name}." in path
         }
 

@@ -93,6 +93,16 @@ def load_complete(
     return (drafter, info) if output_loading_info else drafter
 
 
+def uninitialized(kind: Callable[[Any], Any], config: Any, dtype: torch.dtype) -> Any:
+    """Build a drafter on the meta device, in `dtype` but for what it keeps in float32."""
+    with torch.device("meta"):  # to initialize weights that are read afterwards would take minutes and gigabytes
+        drafter = kind(config)
+    for name, tensor in drafter.state_dict(keep_vars=True).items():
+        if not any(re.search(rf"(^|\.){part}(\.|$)", name) for part in drafter._keep_in_fp32_modules_strict or ()):
+            tensor.data = tensor.data.to(dtype)
+    return drafter
+
+
 def resolve_subfolder(name: str | Path, options: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return a checkpoint and the options of loading it, with a folder's `subfolder` joined to the folder. For a
     repository on the Hub it stays an option."""

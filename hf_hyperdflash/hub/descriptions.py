@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # so that words cost nothing to import
@@ -53,7 +54,7 @@ class Words:
         before = [str(layer) for layer in ids if layer >= 0]
         parts = ["the embeddings"] if min(ids, default=0) < -1 else []
         if before:
-            parts.append(f"the residual streams after layer{'s' if len(before) > 1 else ''} {_listed(before)}")
+            parts.append(f"the residual streams after layer{'s' if len(before) > 1 else ''} {in_words(before)}")
         return " and ".join([*parts, *(["the pre-collapse residual"] if -1 in ids else [])])
 
     @property
@@ -80,11 +81,12 @@ class Words:
             "a rank head that says how many tokens to try at each": self.rank_head,
         }
         has = [name for name, there in named.items() if there]
-        return f", with {_listed(has)}" if has else ""
+        return f", with {in_words(has)}" if has else ""
 
 
-def _listed(names: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+def in_words(names: Sequence[str], last: str = "and") -> str:
+    """Return names as a sentence has them: `"a, b and c"`, with the word `last` before the last one."""
+    return f" {last} ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def title_block(config: PreTrainedConfig) -> str:

@@ -18,6 +18,7 @@ from transformers import DeepseekV4Config, PreTrainedConfig
 from ..drafters.deepseek_v4.drafter import own_checkpoint
 from ..drafters.mtp.checkpoint import carries_heads, heads_in
 from ..drafters.weights import HubOptions, check_source, tensor_names, weight_files
+from .descriptions import in_words
 from .kinds import KINDS, DrafterKind, kind_in, named
 from .layouts.table import Layout
 
@@ -125,15 +126,11 @@ def check_drafter(
     `or_others` in another program's layout. Without `needs_weights` a configuration is enough."""
     fields = read_fields(name, "drafter", **hub_kwargs)
     found = find(fields, name, hub_kwargs)
-    if found is None and fields.get("model_type") == DeepseekV4Config.model_type:
-        with readable(name):
-            own = own_checkpoint(name, **hub_kwargs).drafter  # says what it has not
-        kind = next(kind for kind in KINDS if kind.class_name == own)
-        found = Found(name, kind, fields, is_targets_own=True, hub_kwargs=hub_kwargs)
-    elif found is None and carries_heads(fields):
-        with readable(name):
-            heads_in(name, **hub_kwargs)  # says what it has not
-        kind = next(kind for kind in KINDS if kind.class_name == "MTPDrafter")
+    is_v4 = fields.get("model_type") == DeepseekV4Config.model_type
+    if found is None and (is_v4 or carries_heads(fields)):
+        with readable(name):  # both say what is not there
+            own = own_checkpoint(name, **hub_kwargs) if is_v4 else heads_in(name, **hub_kwargs)[1]
+        kind = next(kind for kind in KINDS if kind.class_name == own.drafter)
         found = Found(name, kind, fields, is_targets_own=True, hub_kwargs=hub_kwargs)
     if found is None:
         raise ValueError(f"{name} is {_no_drafter(fields, name)}")
@@ -152,10 +149,10 @@ def check_drafter(
 
 def _no_drafter(fields: dict[str, Any], name: str | Path) -> str:
     if kind := unsupported_kind(fields, name):
-        known = [method for one in KINDS for method in one.known_as]
+        known = in_words([method for one in KINDS for method in one.known_as], "or")
         return (
-            f"a drafter of a kind that is not read ({kind}): expected {', '.join(known[:-1])} or {known[-1]}. Take "
-            "one of these for its target, or train one."
+            f"a drafter of a kind that is not read ({kind}): expected {known}. Take one of these for its target, or "
+            "train one."
         )
     model = f"a model of type {fields.get('model_type')!r}"
     if fields.get("num_hidden_layers") == 1 and not Path(name).is_dir():  # where its tensors would tell

@@ -121,7 +121,7 @@ _METHODS = (
 )  # fmt: skip
 _MOST = 100  # that one question is answered with
 _FACTS: Any = ["safetensors", "lastModified", "tags"]
-_QUANTIZED = re.compile(r"[.-](i?q\d\w*|b?f16|f32)$")  # the end of a GGUF file's name
+_GGUF = re.compile(r"([.-](i?q\d\w*|b?f16|f32))?\.gguf$", re.IGNORECASE)  # the end of a file's name
 
 
 def known_drafters(target: str) -> list[PublishedDrafter]:
@@ -173,8 +173,7 @@ def hub_drafters(target: str, api: HfApi) -> list[PublishedDrafter]:
 
 
 def _is_for(info: ModelInfo, target: str) -> bool:
-    """Return whether an answer is a drafter of the target, by its name and, if there are such, its tags of its
-    targets."""
+    """Return whether an answer is a drafter of the target, by its name and the targets that its tags name, if any."""
     bases = {tag.rpartition(":")[2] for tag in info.tags or () if tag.startswith("base_model:")}
     is_drafter = any(method in info.id.lower() for method in _METHODS)
     is_quantized = "gguf" in info.id.lower() or any(tag.startswith("base_model:quantized") for tag in info.tags or ())
@@ -223,12 +222,7 @@ def _size(count: int) -> str:
 
 def _name(target: str) -> str:
     """Return the last part of a target's name, without what says how a GGUF file is quantized."""
-    name = PurePath(target).name
-    if name.lower().endswith(".gguf"):
-        name = name[: -len(".gguf")]
-        end = _QUANTIZED.search(name.lower())
-        name = name[: end.start()] if end else name
-    return name
+    return _GGUF.sub("", PurePath(target).name)
 
 
 def _plain(target: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
+from ..hub.descriptions import in_words
 from ..hub.kinds import KINDS
 
 _T = TypeVar("_T")
@@ -183,7 +184,7 @@ class ScriptArguments:
     eval_max_new_tokens: int = _flag(128, "tokens generated per prompt")
     drafter_type: str = _flag(
         "hyperdflash",
-        f"kind of a new drafter: {', '.join(_TYPES[:-1])} or {_TYPES[-1]}",
+        f"kind of a new drafter: {in_words(_TYPES, 'or')}",
         choices=_TYPES,
     )
     layers: int | None = _flag(None, "layers of a new drafter; unset for 5, P-EAGLE's 4, SpecBlock's 2, EAGLE-3's 1")

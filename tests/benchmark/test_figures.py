@@ -77,6 +77,16 @@ def test_pictures_show_the_figures(tmp_path):
             assert np.allclose(path.vertices[:, 1] / path.vertices[:, 0], level, rtol=0.02)
 
 
+def test_positions_that_no_round_came_to_are_not_drawn(tmp_path):
+    """As shares of the rounds before; and each position has its number."""
+    lines = [line(PLAIN), line(METHODS[0], accepted=[1, 0, 1], emitted=[2, 1, 2], draft_positions=4)]
+    pooled = pool(load(written(tmp_path / "r", lines, settings(METHODS[:1]))))
+    for conditional, drawn in (False, [1, 2, 3, 4]), (True, [1, 2]):
+        (axes,) = acceptance_figure(pooled, conditional=conditional).axes
+        assert [list(curve.get_xdata()) for curve in axes.lines] == [drawn]
+        assert list(axes.get_xticks()) == [1, 2, 3, 4]
+
+
 def test_a_method_that_never_drafted_has_no_point(tmp_path):
     never = dict(rounds=0, emitted=[], accepted=[], draft_positions=0)
     lines = [line(name, prompt) for prompt in range(2) for name in (PLAIN, *METHODS[:2])]

@@ -16,7 +16,15 @@ from hf_hyperdflash import PromptLookupDrafter, bind
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 
-from ..conftest import half_right, half_right_about, perfect, prompt, tiny_drafter, tiny_target
+from ..conftest import (
+    half_right,
+    half_right_about,
+    penalty_counts_padding,
+    perfect,
+    prompt,
+    tiny_drafter,
+    tiny_target,
+)
 from ..helpers import families
 from ..helpers.tree_drafters import RandomChains, RandomTrees
 
@@ -133,8 +141,8 @@ def test_a_cache_that_drafts_have_filled_keeps_no_more_than_its_window_of_plain_
 # Padding
 
 
-def padded(ids, by=4):
-    ids = torch.nn.functional.pad(ids, (by, 0))
+def padded(ids, by=4, token=0):
+    ids = torch.nn.functional.pad(ids, (by, 0), value=token)
     return ids, (torch.arange(ids.shape[1]) >= by).long()[None]
 
 
@@ -146,16 +154,18 @@ def test_left_padding_changes_nothing(family, chunk):
     Stock V4 pools padding with text, and its text depends on both; ours is that of the prompt alone, also for
     processors."""
     target = bind(family().eval())
+    # A penalty that counts padding gets a token that is in the prompt, and is counted anyway.
+    token = int(prompt(17)[0, 0]) if penalty_counts_padding() else 0
     options = {**GREEDILY, "prefill_chunk_size": chunk}
     penalty = {"repetition_penalty": 1.2} if family is families.deepseek_v4 else {}
     first = target.generate(prompt(17), **options, **penalty)
     whole = target.generate(with_turn(first), attention_mask=torch.ones_like(with_turn(first)), **options)
     drafter, cache, text = RandomTrees(target, [first[0], whole[0]], target_layer_ids=(0, -1)), None, prompt(17)
-    drafter.texts += [[0] * 4 + each for each in drafter.texts]
+    drafter.texts += [[token] * 4 + each for each in drafter.texts]
     for expected in (first, whole):
-        ids, mask = padded(text)
+        ids, mask = padded(text, token=token)
         out, _ = turn(target, drafter, ids, cache, attention_mask=mask, **options, **penalty)
-        assert torch.equal(out.sequences, padded(expected)[0])
+        assert torch.equal(out.sequences, padded(expected, token=token)[0])
         text, cache, penalty = with_turn(expected), cache_of(out), {}
     positions = torch.cat([part for _, part, _ in drafter.seen], dim=1)[0].tolist()
     assert positions == list(range(len(positions))) and drafter.last_stats.tau > 1

@@ -32,7 +32,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACa
 import hf_hyperdflash
 from hf_hyperdflash import bind
 
-from ..conftest import tiny_config, tiny_target
+from ..conftest import penalty_counts_padding, prompt, tiny_config, tiny_target
+from ..helpers import families
 
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 MOVED = "transformers has changed what hf_hyperdflash relies on: "
@@ -93,6 +94,21 @@ def test_what_the_rewindable_layers_extend_is_as_we_expect():
     }, MOVED + f"linear attention's state: {states}"  # fmt: skip
     assert not LinearAttentionLayer().is_croppable, MOVED + "linear attention can be cropped: our layer could go."
     assert hasattr(Cache, "activate_past_recording") and hasattr(Cache, "is_croppable")
+
+
+def test_which_penalty_counts_padding():
+    """In plain decoding, without us. What is drafted is as plain decoding has it, so that before 5.23 a padded text
+    depends on its padding where a repetition penalty was asked for."""
+    model, ids = families.qwen3().eval(), prompt(9)  # without 0
+    padded, mask = nn.functional.pad(ids, (4, 0)), nn.functional.pad(torch.ones_like(ids), (4, 0))
+    asked = {"do_sample": False, "max_new_tokens": 1, "repetition_penalty": 2.0}
+    asked |= {"output_scores": True, "return_dict_in_generate": True}
+    alone, behind = (
+        model.generate(each, attention_mask=own, **asked).scores[0][0]
+        for each, own in ((ids, torch.ones_like(ids)), (padded, mask))
+    )
+    changed = (~torch.isclose(alone, behind, atol=1e-4)).nonzero().flatten().tolist()
+    assert changed == [0] * penalty_counts_padding()
 
 
 def test_v4s_experts_are_fp4_by_its_config_json_alone(tmp_path):

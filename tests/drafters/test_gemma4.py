@@ -18,7 +18,7 @@ from hf_hyperdflash.hub.loading import check_made_for
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.trees.growth import SHARPENED
 
-from ..conftest import mostly_nightly, prompt
+from ..conftest import mostly_nightly, penalty_counts_padding, prompt
 from ..fuzz_trees import padded_on_the_left
 from ..helpers import families
 from ..helpers.gemma4_assistants import assistant, assistant_config, can_be_built, stock
@@ -144,7 +144,8 @@ def fuzzed(seed):
         {"num_assistant_tokens": "auto"}, {"tree_budget": "auto"}, {"prefill_chunk_size": chance.randint(1, 9)},
         {"cache_implementation": "static", "disable_compile": True, "tree_budget": chance.choice([None, 6])},
     ])  # fmt: skip
-    # A text without padding is given alone, as a penalty counts padding of a batch in plain decoding.
+    if penalty_counts_padding():  # then it is a token of the text, which is counted anyway
+        ids = ids.where(mask.bool(), ids[:, -1:])
     alone = [target.generate(text[None], **options)[0, len(text) :] for text in texts]
     drafter.bind(target)
     found = target.generate(ids, attention_mask=mask, assistant_model=drafter, **options, **way)

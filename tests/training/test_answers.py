@@ -1,6 +1,8 @@
 """`hf-hyperdflash answers`: what the target answers is written, a stopped run goes on."""
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,6 +146,22 @@ def test_a_killed_run_ends_in_the_same_answers(answer, tmp_path, options, capsys
     told = capsys.readouterr().err
     assert "3/8" in told and "8/8" in told  # the bar counts what was done before
     assert answer("cut.jsonl", *options) == cut.read_text().splitlines()
+
+
+def test_the_bar_shows_tokens_a_second_and_its_end_by_the_mean(tmp_path, monkeypatch):
+    """Of all batches, as the last one says little of the next."""
+    bars, made = [], answers.tqdm
+    monkeypatch.setattr(answers, "tqdm", lambda **options: bars.append(made(**options)) or bars[-1])
+    monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=itertools.count().__next__))  # a second each
+    settings = answers.AnswerSettings()
+    conversation = answers.Conversation({"messages": chat("What?", "x")}, settings)
+    conversation.ask()
+    conversation.add(({"role": "assistant", "content": "This."}, False))
+    conversation.new_tokens = 6
+    answers.WrittenAnswers(tmp_path / "answers.jsonl", settings.written("org/target")).add(
+        [conversation], [[conversation]]
+    )
+    assert bars[0].postfix == "6 tokens/s" and bars[0].smoothing == 0 and bars[0].n == 1
 
 
 @DENSE

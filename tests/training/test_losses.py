@@ -247,6 +247,21 @@ def test_a_half_precision_table_s_gradient_is_summed_over_chunks_in_float32():
     assert (gradients[1] - gradients[0]).norm() < 1e-2 * gradients[0].norm()
 
 
+def test_a_chunk_of_any_size_is_the_same_loss():
+    """Also of many rows, which are computed a few at a time."""
+    made, labels, teacher = example(40, given=NAMES)
+    head, options = RecordingHead(), {**ACCEPTANCE, "blind_weight": 0.6, "candidates": 3}
+    results, gradients = [], []
+    for chunk_size in (3, 1000):
+        leaves = leaves_of(made)
+        results.append(loss_of(leaves, labels, teacher, head, chunk_size, **options))
+        results[-1].loss.backward()
+        gradients.append([leaf.grad for leaf in leaves.values()])
+    assert max(head.rows) > 100
+    for one, other in zip((*results[0], *gradients[0]), (*results[1], *gradients[1]), strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-9, atol=1e-11)
+
+
 def test_total_variation_is_exact_at_a_large_vocabulary():
     p = 3 * torch.randn(4, 1, 50_000, dtype=torch.float64)
     q = p + 0.7 * torch.randn(4, 1, 50_000, dtype=torch.float64)

@@ -368,6 +368,24 @@ if trainer.is_world_process_zero():
 """
 
 
+def test_the_anchors_of_another_process_change_no_evaluation(tmp_path, target, monkeypatch):
+    """One that has more: all have to call the drafter as often."""
+    trainer, found = trainer_for(tmp_path, target, tiny_drafter(target), held_out=rows(2)), []
+    for more in (0, 5):
+
+        def with_others(tensor, dim, pad_index, more=more):
+            shape = list(tensor.shape)
+            shape[dim] = more
+            return torch.cat([tensor, tensor.new_full(shape, pad_index)], dim=dim)
+
+        monkeypatch.setattr(trainer.accelerator, "pad_across_processes", with_others)
+        found.append(trainer.prediction_step(trainer.model, collate(trainer.eval_dataset.to_list()), False))
+    (loss, of_text, accepted), (padded_loss, padded_text, padded_accepted) = found
+    torch.testing.assert_close(padded_loss, loss)
+    for one, other in zip((*padded_text, padded_accepted), (*of_text, accepted), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.nightly  # two processes import transformers, twice
 @pytest.mark.parametrize("kind", ["heads", "eagle3"])
 def test_two_processes_train_like_one(tmp_path, kind):

@@ -358,14 +358,20 @@ def test_siblings_end_where_no_weight_is_left():
             assert left[row].tolist() == expected
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 10), st.integers(1, 80))
-def test_levels_are_those_of_the_best_tree_of_its_law(count, budget):
+def law_of_ranks(budget: int) -> list[float]:
+    """How probable it is that each of so many siblings is accepted."""
     hits, reached = [], 1.0
     for rank in range(budget):
         accepted = ACCEPTED[min(rank, 2)]
         hits.append(reached * accepted)
         reached *= 1 - accepted
+    return hits
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 10), st.integers(1, 80))
+def test_levels_are_those_of_the_best_tree_of_its_law(count, budget):
+    hits = law_of_ranks(budget)
     # All nodes that are worth anything, level by level: the value of each is that of its parent times its rank's.
     level, worth = [1.0], []
     for depth in range(count):
@@ -381,6 +387,30 @@ def test_levels_are_those_of_the_best_tree_of_its_law(count, budget):
     assert of_sizes == pytest.approx(value)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_where_the_drafter_says_nothing_of_itself_children_go_where_the_law_of_ranks_has_them(count):
+    (tree,) = drawn(IDS[:, -1], [count], 12, Talker(20, 1), as_they_are)
+    hits, worth = law_of_ranks(12), []
+    for node, parent in enumerate(tree.parents):
+        rank = tree.children[parent].index(node)
+        worth.append(hits[rank] * (1.0 if parent < 0 else worth[parent]))
+    by_level, sizes, level = Counter(tree.depths), level_sizes(count, 12), [1.0]
+    for depth, size in enumerate(sizes, start=1):  # of each level the best that the level before allows
+        level = sorted((value * hit for value in level for hit in hits), reverse=True)[:size]
+        assert by_level[depth] == size
+        assert sorted(w for w, d in zip(worth, tree.depths) if d == depth) == pytest.approx(sorted(level))
+
+
+def test_a_text_that_has_few_tokens_left_takes_none_from_another():
+    """Texts that are drawn for together: one may draw one token, the other any of three."""
+    one, three = [0.0, -math.inf, -math.inf], [0.0, 0.0, 0.0]
+    for both in ([one, three], [three, one]):
+        step = DraftStep(torch.tensor(both))
+        trees = drawn(IDS[:, -1].repeat(2), [1, 1], 3, lambda *_, step=step: step, as_they_are)
+        assert [len(tree) for tree in trees] == [3 if logits is three else 1 for logits in both]
+        assert all(q.isfinite().all() for tree in trees for q in tree.q)
+
+
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_each_path_is_changed_by_the_requests_processors_as_it_stands(do_sample):
     processors = LogitsProcessorList([stock.NoRepeatNGramLogitsProcessor(1)])
@@ -389,6 +419,18 @@ def test_each_path_is_changed_by_the_requests_processors_as_it_stands(do_sample)
     assert len(tree) == 9 and len(tree.paths) > 1
     for path in paths_of(tree):
         assert len(set(path)) == len(path) and not {4, ANCHOR_TOKEN} & set(path)
+
+
+@pytest.mark.parametrize("grow", [drawn, most_probable])
+def test_processors_are_told_the_drafts_of_each_path(grow):
+    talker, told = Talker(4, 1), []
+
+    def scored(prefixes: torch.Tensor, step: DraftStep, counts: list[int]) -> DraftStep:
+        told.append([tuple(path) for path in prefixes.tolist()])
+        return step
+
+    grow(IDS[:, -1], [3], 9, talker, scored)
+    assert told == talker.asked and len(told) == 3
 
 
 def test_a_budget_is_no_tree_where_nothing_fits():

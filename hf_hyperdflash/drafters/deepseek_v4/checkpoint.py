@@ -6,7 +6,7 @@ The releases of April have the MTP block there; those of July and the `-DSpark` 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from ..weights import HubOptions, check_names, indexed
+from ..weights import HubOptions, check_finite, check_names, indexed
 
 # V4-Flash-Base repeats the target's embedding and LM head in its block.
 _OWN = re.compile(r"mtp\.(\d+)\.(?!emb\.|head\.)")
@@ -39,13 +39,21 @@ class CheckpointTensors:
         hub_kwargs: Arguments of `cached_file`.
 
     Raises:
-        ValueError: If there are no such tensors.
+        ValueError: If there are no such tensors, or no checkpoint.
 
     Attributes:
         weights: The name that the checkpoint has for each tensor, by the drafter's name for it.
+        drafter: The name of the drafter class that reads them.
     """
 
+    drafter: str
+
     def __init__(self, name: str, config: Any, hub_kwargs: HubOptions) -> None:
+        if not name:
+            raise ValueError(
+                "The target was not loaded from a checkpoint (`config._name_or_path` is empty), so there is none to "
+                "read the tensors of its own drafter from. Pass a path or Hub id."
+            )
         self.name, self.config, self.hub_kwargs = name, config, hub_kwargs
         files = self._files()
         self._all = {own: stored for stored in files if (own := self.own_name(stored))}
@@ -115,17 +123,21 @@ class CheckpointTensors:
 
         return {own: partial(read, own) for own in self.weights}
 
+    def copy(self, tensors: Iterable[tuple[str, torch.Tensor]], own: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors, one at a time, into those of a drafter. Raise a `ValueError` that names one with another
+        shape, or that is not finite."""
+        for name, tensor in tensors:
+            if tensor.shape != own[name].shape:
+                raise ValueError(
+                    f"`{name}`, read from {self.name}, has shape {list(tensor.shape)}, expected "
+                    f"{list(own[name].shape)} by its config.json: use the one that belongs to the checkpoint."
+                )
+            check_finite({name: tensor}, self.name)
+            own[name].copy_(tensor)
+
 
 class MTPCheckpoint(CheckpointTensors):
     """The `mtp.*` tensors of a DeepSeek-V4's checkpoint, by DeepSeek's names, as of [`CheckpointTensors`]."""
-
-    def __init__(self, name: str, config: Any, hub_kwargs: HubOptions) -> None:
-        if not name:
-            raise ValueError(
-                "The target was not loaded from a checkpoint (`config._name_or_path` is empty), so there is none to "
-                "read the `mtp.*` tensors from. Pass a path or Hub id."
-            )
-        super().__init__(name, config, hub_kwargs)
 
     def own_name(self, stored: str) -> str:
         return stored if _OWN.match(stored) else ""
@@ -142,8 +154,7 @@ class MTPCheckpoint(CheckpointTensors):
         return len({cast(re.Match, _OWN.match(name))[1] for name in self.weights})
 
     @property
-    def drafter(self) -> str:
-        """The name of the drafter class that reads it."""
+    def drafter(self) -> str:  # type: ignore[override]
         return "DeepseekV4DSparkDrafter" if "mtp.0.main_proj.weight" in self.weights else "DeepseekV4MTPDrafter"
 
     def check_drafter(self, name: str) -> None:

@@ -12,7 +12,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4PreTr
 
 from ...targets.registry import target_of
 from ..saved import SavedDrafter
-from ..weights import HubOptions, check_finite, check_source, named_dtype, resolve_subfolder, warn_of_untrained
+from ..weights import HubOptions, check_source, named_dtype, resolve_subfolder, uninitialized, warn_of_untrained
 from .checkpoint import MTPCheckpoint
 
 if TYPE_CHECKING:
@@ -123,14 +123,7 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
 
     @classmethod
     def _empty(cls: type[Own], config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str) -> Own:
-        """Build a drafter with uninitialized weights: to initialize V4-Flash's in float32 would take minutes and 25 GB
-        a block."""
-        with torch.device("meta"):
-            drafter = cls(config)
-        for name, tensor in drafter.state_dict(keep_vars=True).items():
-            if not set(name.split(".")) & set(cls._keep_in_fp32_modules_strict or ()):
-                tensor.data = tensor.data.to(dtype)
-        drafter.to_empty(device=device)
+        drafter = uninitialized(cls, config, dtype).to_empty(device=device)
         drafter.rotary_emb = DeepseekV4RotaryEmbedding(drafter.config).to(device)  # in no checkpoint
         drafter.config.dtype = dtype
         return drafter
@@ -140,14 +133,7 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
         checkpoint.check_names(own)
         if self.device.type == "meta":  # sizes and counts without weights
             return
-        for name, tensor in checkpoint.tensors(self.device):
-            if tensor.shape != own[name].shape:
-                raise ValueError(
-                    f"`{name}` in {checkpoint.name} has shape {list(tensor.shape)}, expected {list(own[name].shape)} "
-                    "by the checkpoint's own config. Use the config that belongs to the checkpoint."
-                )
-            check_finite({name: tensor}, checkpoint.name)
-            own[name].copy_(tensor)
+        checkpoint.copy(checkpoint.tensors(self.device), own)
 
     def deepseek_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the parameters under DeepSeek's names, `mtp.*`, as views: writing to them changes the drafter."""

@@ -37,6 +37,8 @@ class HeadTensors(CheckpointTensors):
         ValueError: If there are no such tensors.
     """
 
+    drafter = "MTPDrafter"
+
     def __init__(self, name: str, config: PreTrainedConfig, hub_kwargs: HubOptions) -> None:
         self._own_name = FAMILIES[config.model_type].own_name(config)
         super().__init__(name, config, hub_kwargs)
@@ -69,11 +71,6 @@ def heads_in(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[HubOptio
         target_of(target)  # says what a target is, if it is none
         config, name = target.config, target.config._name_or_path
         hub_kwargs["revision"] = hub_kwargs.get("revision") or getattr(config, "_commit_hash", None)
-        if not name:
-            raise ValueError(
-                "The target was not loaded from a checkpoint (`config._name_or_path` is empty), so there is none to "
-                "read the tensors of its MTP heads from. Pass a path or Hub id."
-            )
     else:
         check_source(target, "target")
         name = str(target)

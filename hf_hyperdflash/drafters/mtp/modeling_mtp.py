@@ -9,8 +9,8 @@ The decoder layers are the family's own, of transformers; what the families diff
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,14 +30,7 @@ from ..reading import HiddenStateDrafter
 from ..sampling import DraftRequest, draft_batch
 from ..unrolled.drafter import UnrolledDrafter, entry_mask
 from ..unrolled.layer_cache import LayerCache
-from ..weights import (
-    check_finite,
-    check_names,
-    check_source,
-    named_dtype,
-    resolve_subfolder,
-    warn_of_untrained,
-)
+from ..weights import check_source, named_dtype, resolve_subfolder, uninitialized, warn_of_untrained
 from .checkpoint import HeadTensors, converted, heads_in, is_done
 from .configuration import MTPConfig
 
@@ -157,43 +150,21 @@ class MTPDrafter(UnrolledDrafter):
 
     @classmethod
     def _loaded(cls, config: MTPConfig, tensors: HeadTensors, dtype: Any, device: Any) -> MTPDrafter:
-        """Build a drafter and read its weights: to initialize large ones first would take minutes."""
-        with torch.device("meta"):
-            drafter = cls(config)
-        kept = drafter._keep_in_fp32_modules_strict or ()
-        for name, tensor in drafter.state_dict(keep_vars=True).items():
-            if not any(re.search(rf"(^|\.){part}(\.|$)", name) for part in kept):
-                tensor.data = tensor.data.to(dtype or torch.bfloat16)
+        config.dtype = dtype or torch.bfloat16
+        drafter = uninitialized(cls, config, config.dtype)
         drafter._weight_conversions = [
             rule for rule in drafter._weight_conversions if not is_done(rule, tensors.weights)
         ]
-        expected = drafter.published({name: value.to("meta") for name, value in drafter.state_dict().items()})
-        check_names(
-            tensors.name,
-            missing=[name for name in expected if name not in tensors.weights],
-            unexpected=[name for name in tensors.weights if name not in expected],
-        )
-        config.dtype = dtype or torch.bfloat16
+        tensors.check_names(drafter.published(drafter.state_dict()))
         if str(device) == "meta":  # sizes and counts without weights
             return drafter.eval()
         drafter.to_empty(device=device or "cpu")
         if drafter.rotary_emb is not None:  # in no checkpoint
             drafter.rotary_emb = type(drafter.rotary_emb)(config=drafter.layer_config).to(device or "cpu")
-        drafter._read(tensors)
+        made = converted(tensors.readers(drafter.device), drafter._weight_conversions, drafter)
+        tensors.copy(made, drafter.state_dict())
         warn_of_untrained(drafter.state_dict(), tensors.name)
         return drafter.eval()
-
-    @torch.no_grad()
-    def _read(self, tensors: HeadTensors) -> None:
-        own = self.state_dict()
-        for name, value in converted(tensors.readers(self.device), self._weight_conversions, self):
-            if value.shape != own[name].shape:
-                raise ValueError(
-                    f"`{name}`, made of the tensors of {tensors.name}, has shape {list(value.shape)}, expected "
-                    f"{list(own[name].shape)} by its config.json: use the one that belongs to the checkpoint."
-                )
-            check_finite({name: value}, tensors.name)
-            own[name].copy_(value)
 
     def published(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return its tensors by the names of its publisher."""
@@ -335,22 +306,20 @@ class MTPDrafter(UnrolledDrafter):
     def drafted_logits(self, target: Target, normed: torch.Tensor) -> torch.Tensor:
         return target.logits(normed)[..., : self.config.vocab_size]
 
-    @property
+    @cached_property
     def kept_shapes(self) -> list[tuple[torch.Size, torch.Size]]:
         """The heads and channels of each layer's keys and values of one token, as its attention keeps them: of some
         families both are of one narrow latent."""
-        if "_kept_shapes" not in vars(self):
-            shapes: list[tuple[torch.Size, torch.Size]] = []
+        shapes: list[tuple[torch.Size, torch.Size]] = []
 
-            def note(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-                shapes.append((keys.shape[1::2], values.shape[1::2]))
-                return keys, values
+        def note(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+            shapes.append((keys.shape[1::2], values.shape[1::2]))
+            return keys, values
 
-            states = torch.zeros(1, 1, self.config.hidden_size, device=self.device, dtype=self.dtype)
-            with torch.no_grad():
-                self.run(states, states, states.new_zeros(1, 1, dtype=torch.long), [note] * 2**8, None)
-            vars(self)["_kept_shapes"] = shapes
-        return vars(self)["_kept_shapes"]
+        states = torch.zeros(1, 1, self.config.hidden_size, device=self.device, dtype=self.dtype)
+        with torch.no_grad():
+            self.run(states, states, states.new_zeros(1, 1, dtype=torch.long), [note] * 2**8, None)
+        return shapes
 
     # Drafting and training
 

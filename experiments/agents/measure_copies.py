@@ -41,9 +41,7 @@ def prompts_of(kind: str, arguments: argparse.Namespace) -> list[list[dict[str, 
     if kind in TITLES:
         rows = map(json.loads, (HERE / "copies.jsonl").read_text(encoding="utf-8").splitlines())
         return [row["messages"] for row in rows if row["kind"] == kind][: arguments.prompts]
-    return [
-        [{"role": "user", "content": turns[0]}] for turns in load_suite(kind, arguments.data, arguments.prompts)
-    ]
+    return [[{"role": "user", "content": turns[0]}] for turns in load_suite(kind, arguments.data, arguments.prompts)]
 
 
 def methods_of(target: Any, drafters: list[Any], lookup: list[str]) -> dict[str, dict[str, Any]]:
@@ -64,7 +62,12 @@ def compared(rows: list[dict[str, Any]], clock: str) -> tuple[str, str, Interval
     found = {name: rates(rows, name, clock) for name in rows[0]["methods"]}
     lookup = max((name for name in found if name.startswith("lookup")), key=lambda name: found[name][0])
     better = max((DRAFTER, lookup), key=lambda name: found[name][0])
-    return lookup, better, interval(found[JOINED] / found[better]), {n: of[0] / found[PLAIN][0] for n, of in found.items()}
+    return (
+        lookup,
+        better,
+        interval(found[JOINED] / found[better]),
+        {n: of[0] / found[PLAIN][0] for n, of in found.items()},
+    )
 
 
 def main() -> None:
@@ -88,8 +91,11 @@ def main() -> None:
             for name in [*names[number % len(names) :], *names[: number % len(names)]]:
                 figures[name], texts[name] = timed(target.generate, ids, arguments.tokens, **methods[name])
             same = {name: texts[name] == texts[PLAIN] for name in names}
-            rows.add(kind=kind, prompt=number, prompt_tokens=ids.shape[1], methods=figures, same=same)
-            print(kind, number + 1, {name: f"{each['decoding_cpu']:.2f}" for name, each in figures.items()}, flush=True)
+            text = tokenizer.decode(texts[PLAIN], skip_special_tokens=True)
+            rows.add(kind=kind, prompt=number, prompt_tokens=ids.shape[1], methods=figures, same=same, text=text)
+            print(
+                kind, number + 1, {name: f"{each['decoding_cpu']:.2f}" for name, each in figures.items()}, flush=True
+            )
     write(rows.rows, kinds, facts, arguments)
 
 

@@ -104,6 +104,7 @@ def main() -> None:
     ways: dict[str, dict[str, Any]] = {PLAIN: {}}
     ways |= {way: {"assistant_model": of, **asked[way]} for of, way in zip(drafters, arguments.ways)}
     size, names = target.config.vocab_size, list(ways)
+    (short,) = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": "How was your day?"}]}])
     for library in arguments.libraries:
         compile_ = LIBRARIES[library](tokenizer, size)
         grammars = {name: compile_(schemas[name]["schema"]) for name in dict.fromkeys(name for name, _ in cases)}
@@ -140,7 +141,7 @@ def main() -> None:
         if arguments.samples and not rows.has(library=library, is_law=True):
             ways_drawn = [asked[CHAIN], asked[TREE]]
             rows.add(library=library, is_law=True, **law(
-                target, encode(tokenizer, DRAWN, "How was your day?"), compile_(DRAWN), arguments.samples,
+                target, short, compile_(DRAWN), arguments.samples,
                 [{"assistant_model": drafters[-1], **each} for each in ways_drawn],
             ))  # fmt: skip
             print(library, rows.rows[-1], flush=True)

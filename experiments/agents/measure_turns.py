@@ -34,7 +34,11 @@ def conversation(path: Any) -> tuple[list[Any], Iterator[list[dict[str, Any]]]]:
         messages: list[dict[str, Any]] = []
         for turn in told["turns"]:
             for edit in turn.get("edits", []):
-                old = next(each for each in messages if each.get("tool_call_id") == edit["tool_call_id"] and each["role"] == "tool")
+                old = next(
+                    each
+                    for each in messages
+                    if each.get("tool_call_id") == edit["tool_call_id"] and each["role"] == "tool"
+                )
                 old["content"] = edit["content"]
             messages += turn["messages"]
             yield messages
@@ -85,7 +89,9 @@ def main() -> None:
     conversations = {PLAIN_KEPT: Conversation(target), KEPT: Conversation(target)}
     generate = {name: conversations[name].generate if name in conversations else target.generate for name in WAYS}
     options: dict[str, dict[str, Any]] = {PLAIN: {}, PLAIN_KEPT: {}}
-    options |= {name: {"assistant_model": of, "num_assistant_tokens": "auto"} for name, of in ((FRESH, fresh), (KEPT, kept))}
+    options |= {
+        name: {"assistant_model": of, "num_assistant_tokens": "auto"} for name, of in ((FRESH, fresh), (KEPT, kept))
+    }
     for number, messages in enumerate(turns):
         of_template, written = as_written(tokenizer.chat_template, tools, messages)
         ids = tokenizer.apply_chat_template(
@@ -95,7 +101,10 @@ def main() -> None:
         for name in [*WAYS[number % len(WAYS) :], *WAYS[: number % len(WAYS)]]:
             with counting(target) as seen:
                 figures[name], texts[name] = timed(generate[name], ids, arguments.tokens, **options[name])
-            figures[name] |= {"through_target": sum(seen), "cached": getattr(conversations.get(name), "cached_tokens", 0)}
+            figures[name] |= {
+                "through_target": sum(seen),
+                "cached": getattr(conversations.get(name), "cached_tokens", 0),
+            }
         same = {name: texts[name] == texts[PLAIN] for name in WAYS}
         rows.add(turn=number, prompt_tokens=ids.shape[1], methods=figures, same=same)
         print(number + 1, ids.shape[1], {name: each["through_target"] for name, each in figures.items()}, flush=True)

@@ -33,7 +33,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", help="a folder of prompt suites")
     parser.add_argument("--kinds", nargs="+", default=list(TITLES), help="of copies, or names of suites, or `suites`")
     parser.add_argument("--prompts", type=int, default=30, help="of each kind, at most")
-    parser.add_argument("--lookup", nargs="+", default=["auto", "10"], help="drafts of lookup alone: numbers, or auto")
+    parser.add_argument("--nodes", type=number_or_auto, help="of the drafter's trees, alone and joined; else chains")
+    parser.add_argument(
+        "--lookup", nargs="+", type=number_or_auto, default=["auto", 10], help="drafts of lookup alone"
+    )
     return parser.parse_args()
 
 
@@ -44,16 +47,20 @@ def prompts_of(kind: str, arguments: argparse.Namespace) -> list[list[dict[str, 
     return [[{"role": "user", "content": turns[0]}] for turns in load_suite(kind, arguments.data, arguments.prompts)]
 
 
-def methods_of(target: Any, drafters: list[Any], lookup: list[str]) -> dict[str, dict[str, Any]]:
+def number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def methods_of(target: Any, drafters: list[Any], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The arguments of `generate` by method. No two share a drafter: each learns for itself what pays."""
     methods: dict[str, dict[str, Any]] = {PLAIN: {}}
     for name, drafter in zip((DRAFTER, JOINED), drafters):
         methods[name] = {"assistant_model": drafter, "num_assistant_tokens": "auto", "lookup": name == JOINED}
-    for count in lookup:
+        methods[name] |= {"tree_budget": arguments.nodes} if arguments.nodes else {}
+    for count in arguments.lookup:
         alone = PromptLookupDrafter(target)
         alone.bind(target)
-        asked = count if count == "auto" else int(count)
-        methods[f"lookup {count}"] = {"assistant_model": alone, "num_assistant_tokens": asked, "lookup": False}
+        methods[f"lookup {count}"] = {"assistant_model": alone, "num_assistant_tokens": count, "lookup": False}
     return methods
 
 
@@ -75,9 +82,9 @@ def main() -> None:
     kinds = [name for kind in arguments.kinds for name in (suites_in(arguments.data) if kind == "suites" else [kind])]
     prompts = {kind: prompts_of(kind, arguments) for kind in kinds}
     target, tokenizer, drafters = load_pair(arguments, 2)
-    methods = methods_of(target, drafters, arguments.lookup)
+    methods = methods_of(target, drafters, arguments)
     facts = facts_of(target)
-    rows = Rows(arguments.output, {"tokens": arguments.tokens, "methods": list(methods), "dtype": facts["dtype"]})
+    rows = Rows(arguments, "lookup", "nodes")
     (warm,) = encode_prompts(tokenizer, [{"messages": prompts[kinds[0]][0]}])
     for options in methods.values():
         timed(target.generate, warm, 16, **options)
@@ -100,7 +107,13 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, Any]], kinds: list[str], facts: dict[str, Any], arguments: argparse.Namespace) -> None:
-    parts, figures = [head("Copies", facts), f"Greedy, at most {arguments.tokens} new tokens."], {}
+    parts, figures = (
+        [
+            head("Copies", facts),
+            f"Greedy, at most {arguments.tokens} new tokens; nodes of the drafter's trees: {arguments.nodes or 'chains'}.",
+        ],
+        {},
+    )
     for clock, title in CLOCKS.items():
         lines = [
             f"Speed by {title}, times plain:\n",

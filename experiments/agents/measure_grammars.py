@@ -97,7 +97,7 @@ def main() -> None:
              for name, prompt in zip(schemas, prompts)][: arguments.prompts]  # fmt: skip
     target, tokenizer, drafters = load_pair(arguments, 4)
     facts = facts_of(target)
-    rows = Rows(arguments.output, {"tokens": arguments.tokens, "dtype": facts["dtype"], "ways": arguments.ways})
+    rows = Rows(arguments, "ways", "drafts", "nodes")
     ids = [encode(tokenizer, schemas[name]["schema"], prompt) for name, prompt in cases]
     asked = {AUTO: {"num_assistant_tokens": "auto"}, CHAIN: {"num_assistant_tokens": arguments.drafts}}
     asked[TREE] = {"num_assistant_tokens": arguments.drafts, "tree_budget": arguments.nodes}
@@ -205,7 +205,7 @@ def law(target: Any, ids: torch.Tensor, grammar: Any, samples: int, ways: list[d
     longest = max(map(len, expected))
     counts: Counter[tuple[int, ...]] = Counter()
     torch.manual_seed(0)
-    for number in range(0, samples, 2 * BATCH):
+    for _ in range(0, samples, 2 * BATCH):
         for way in ways:
             texts = generate_batch(
                 target, [ids] * BATCH, [grammar] * BATCH, do_sample=True, top_k=0, max_new_tokens=longest + 1, **way
@@ -226,8 +226,8 @@ def law(target: Any, ids: torch.Tensor, grammar: Any, samples: int, ways: list[d
 
 def write(rows: list[dict[str, Any]], facts: dict[str, Any], arguments: argparse.Namespace) -> None:
     lines = [
-        "| | speed, times constrained plain (95 %) | after the first token | tau | texts as plain, alone | in batches of "
-        "four | chi-square, temperature 1 |",
+        "| | speed, times constrained plain (95 %) | after the first token | tau | texts as plain, alone "
+        "| in batches of four | chi-square, temperature 1 |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     figures: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from shared import HERE, Rows, arguments_of, facts_of, head, load_pair, timed
+from shared import HERE, arguments_of, facts_of, head, load_pair, timed
 
 from hf_hyperdflash import Conversation
 from hf_hyperdflash.benchmark.results import save_report
@@ -84,7 +84,7 @@ def main() -> None:
     arguments = arguments_of(__doc__).parse_args()
     target, tokenizer, (fresh, kept) = load_pair(arguments, 2)
     facts = facts_of(target)
-    rows = Rows(arguments.output, {"tokens": arguments.tokens, "dtype": facts["dtype"]})
+    rows: list[dict[str, Any]] = []
     tools, turns = conversation(HERE / "conversation.json")
     conversations = {PLAIN_KEPT: Conversation(target), KEPT: Conversation(target)}
     generate = {name: conversations[name].generate if name in conversations else target.generate for name in WAYS}
@@ -106,10 +106,10 @@ def main() -> None:
                 "cached": getattr(conversations.get(name), "cached_tokens", 0),
             }
         same = {name: texts[name] == texts[PLAIN] for name in WAYS}
-        rows.add(turn=number, prompt_tokens=ids.shape[1], methods=figures, same=same)
+        rows.append({"turn": number, "prompt_tokens": ids.shape[1], "methods": figures, "same": same})
         print(number + 1, ids.shape[1], {name: each["through_target"] for name, each in figures.items()}, flush=True)
         messages.append({"role": "assistant", "content": tokenizer.decode(texts[PLAIN], skip_special_tokens=True)})
-    write(rows.rows, facts, arguments)
+    write(rows, facts, arguments)
 
 
 def write(rows: list[dict[str, Any]], facts: dict[str, Any], arguments: argparse.Namespace) -> None:
@@ -128,8 +128,8 @@ def write(rows: list[dict[str, Any]], facts: dict[str, Any], arguments: argparse
             f"{sums[name]['wall']:.1f} | {sums[name]['cpu']:.1f} | {same} of {len(rows)} |"
         )
     about = (
-        f"{len(rows)} turns, prompts of {prompts[0]:,} to {prompts[-1]:,} tokens, at most {arguments.tokens} new tokens "
-        "a turn, greedy. Tokens are those of the target's first layer: prompts, anchors and all drafts."
+        f"{len(rows)} turns, prompts of {prompts[0]:,} to {prompts[-1]:,} tokens, at most {arguments.tokens} new "
+        "tokens a turn, greedy. Tokens are those of the target's first layer: prompts, anchors and all drafts."
     )
     report = "\n\n".join([head("Ten turns", facts), about, "\n".join(lines)]) + "\n"
     print(report)

@@ -1,4 +1,4 @@
-"""What the measurements here share: arguments, the pair, timed calls of `generate`, and rows that a killed run keeps."""
+"""What the measurements here share: arguments, the pair, timed calls of `generate`, rows that a killed run keeps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def arguments_of(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def load_pair(arguments: argparse.Namespace, drafters: int = 1) -> tuple[Any, Any, list[Any]]:
+def load_pair(arguments: argparse.Namespace, drafters: int) -> tuple[Any, Any, list[Any]]:
     """Return target, tokenizer, and bound drafters: each keeps its own knowledge of what pays ("auto")."""
     torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
@@ -77,13 +77,16 @@ def timed(generate: Any, ids: torch.Tensor, tokens: int, **options: Any) -> tupl
 class Rows:
     """Rows in a file, one a line. A run with the same settings goes on where an earlier one was killed."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path, settings = folder / "rows.jsonl", json.loads(json.dumps(settings, default=str))
+    def __init__(self, arguments: argparse.Namespace, *names: str) -> None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        names = "target", "drafter", "dtype", "threads", "tokens", *names
+        self.path, settings = arguments.output / "rows.jsonl", {name: getattr(arguments, name) for name in names}
         lines = self.path.read_text(encoding="utf-8").split("\n")[:-1] if self.path.exists() else []  # whole lines
         self.path.write_text("".join(f"{line}\n" for line in lines or [json.dumps(settings)]), encoding="utf-8")
         if lines and (earlier := json.loads(lines[0])) != settings:
-            raise SystemExit(f"Error: {self.path} has rows of {earlier}, not of {settings}: choose another --output.")
+            raise SystemExit(
+                f"Error: {self.path} has rows of {earlier}, expected {settings}: choose another --output."
+            )
         self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines[1:]]
 
     def has(self, **key: Any) -> bool:

@@ -15,7 +15,7 @@ import argparse
 import json
 from typing import Any
 
-from shared import HERE, Rows, arguments_of, facts_of, head, load_pair, rates, timed
+from shared import HERE, Rows, arguments_of, facts_of, head, load_pair, rates, run, timed
 
 from hf_hyperdflash import PromptLookupDrafter
 from hf_hyperdflash.benchmark.intervals import Interval, interval
@@ -107,13 +107,9 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, Any]], kinds: list[str], facts: dict[str, Any], arguments: argparse.Namespace) -> None:
-    parts, figures = (
-        [
-            head("Copies", facts),
-            f"Greedy, at most {arguments.tokens} new tokens; nodes of the drafter's trees: {arguments.nodes or 'chains'}.",
-        ],
-        {},
-    )
+    drafts = "chains" if arguments.nodes is None else f"trees of nodes: {arguments.nodes}"
+    parts = [head("Copies", facts), f"Greedy, at most {arguments.tokens} new tokens; the drafter writes {drafts}."]
+    figures: dict[str, Any] = {}
     for clock, title in CLOCKS.items():
         lines = [
             f"Speed by {title}, times plain:\n",
@@ -139,4 +135,4 @@ def write(rows: list[dict[str, Any]], kinds: list[str], facts: dict[str, Any], a
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

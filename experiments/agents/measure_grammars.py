@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from shared import HERE, Rows, arguments_of, facts_of, head, load_pair, rates, timed
+from shared import HERE, Rows, arguments_of, facts_of, head, load_pair, rates, run, timed
 
 from hf_hyperdflash import GrammarProcessor
 from hf_hyperdflash.benchmark.intervals import interval
@@ -266,4 +266,4 @@ def write(rows: list[dict[str, Any]], facts: dict[str, Any], arguments: argparse
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from shared import HERE, arguments_of, facts_of, head, load_pair, timed
+from shared import HERE, arguments_of, facts_of, head, load_pair, run, timed
 
 from hf_hyperdflash import Conversation
 from hf_hyperdflash.benchmark.results import save_report
@@ -137,4 +137,4 @@ def write(rows: list[dict[str, Any]], facts: dict[str, Any], arguments: argparse
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

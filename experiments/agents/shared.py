@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ def arguments_of(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=96, help="new tokens of each text, at most")
     parser.add_argument("--output", type=Path, required=True, help="folder of rows.jsonl, results.json and report.md")
     return parser
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a script; what the user can mend ends in one line."""
+    try:
+        main()
+    except (ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"Error: {' '.join(str(error).split())}") from None
 
 
 def load_pair(arguments: argparse.Namespace, drafters: int) -> tuple[Any, Any, list[Any]]:

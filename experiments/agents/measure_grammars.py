@@ -6,8 +6,8 @@
 `schemas.json` has ten schemas with five prompts each. Of each library every prompt is written plain, with drafts that
 "auto" chooses, with `--drafts` ones and with trees of `--nodes`, and then in batches of four with four schemas; each
 text is compared with the plain one. Float32 shows that the texts are equal: with bfloat16 two tokens often have the
-same score. At last the first choices of `--samples` texts at temperature 1, half of them from chains and half from
-trees, are compared with their exact probabilities by a chi-square test.
+same score. At last `--samples` texts of a short schema at temperature 1, half of them from chains and half from trees,
+are compared with their exact probabilities by a chi-square test.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from hf_hyperdflash.grammars.states import state_of
 from hf_hyperdflash.training.data.encoding import encode_prompts
 
 PLAIN, AUTO, CHAIN, TREE = "plain", "auto", "chain", "tree"
-BATCH, CHOICES, RARE, FEW = 4, 3, 0.004, 5  # texts; tokens; probability; texts
+BATCH, FEW = 4, 5  # texts; texts of a cell of the test that are expected at least
+DICE, EYES = "Throw two dice.", {"type": "integer", "minimum": 1, "maximum": 6}
 DRAWN = {
-    "type": "object", "required": ["mood", "stars"], "additionalProperties": False,
-    "properties": {
-        "mood": {"type": "string", "enum": ["happy", "sad", "angry", "calm", "tired", "proud"]},
-        "stars": {"type": "integer", "minimum": 1, "maximum": 5},
-    },
+    "type": "object", "required": ["first", "second"], "additionalProperties": False,
+    "properties": {"first": EYES, "second": EYES},
 }  # fmt: skip
 
 
@@ -104,7 +102,7 @@ def main() -> None:
     ways: dict[str, dict[str, Any]] = {PLAIN: {}}
     ways |= {way: {"assistant_model": of, **asked[way]} for of, way in zip(drafters, arguments.ways)}
     size, names = target.config.vocab_size, list(ways)
-    (short,) = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": "How was your day?"}]}])
+    (short,) = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": DICE}]}])
     for library in arguments.libraries:
         compile_ = LIBRARIES[library](tokenizer, size)
         grammars = {name: compile_(schemas[name]["schema"]) for name in dict.fromkeys(name for name, _ in cases)}
@@ -176,52 +174,49 @@ def until(ends: list[int], text: list[int]) -> list[int]:
 
 
 @torch.no_grad()
-def exact_law(target: Any, ids: torch.Tensor, grammar: Any) -> dict[tuple[int, ...], float]:
-    """Return how probable each beginning of a text with `CHOICES` choices is; a token that the grammar forces is none.
-    What is rarer than `RARE` is left out."""
-    found, open_ = {}, [((), 1.0, state_of(grammar).fork(), 0)]
+def exact_law(target: Any, ids: torch.Tensor, grammar: Any, rare: float) -> dict[tuple[int, ...], float]:
+    """Return beginnings of texts that are not rarer than `rare`, by the target's own forwards, and how probable it is
+    that a text has each of them and no longer one."""
+    found, open_, ends = {}, [((), 1.0, state_of(grammar).fork())], end_tokens(target)
     while open_:
-        tokens, chance, state, chosen = open_.pop()
-        if chosen == CHOICES:
-            found[tokens] = chance
+        tokens, chance, state = open_.pop()
+        found[tokens] = chance
+        if tokens and tokens[-1] in ends:
             continue
         allowed = state.allowed(target.config.vocab_size).nonzero()[:, 0]
-        if len(allowed) == 1:
-            following = [(allowed[0].item(), 1.0)]
-        else:
+        p = torch.ones(1)
+        if len(allowed) > 1:
             text = torch.cat([ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
             p = target(text).logits[0, -1, allowed].float().softmax(-1)
-            following = [(token, each) for token, each in zip(allowed.tolist(), p.tolist()) if chance * each > RARE]
-        for token, each in following:
-            own = state.fork()
-            own.advance(token)
-            open_.append(((*tokens, token), chance * each, own, chosen + (len(allowed) > 1)))
+        for token, each in zip(allowed.tolist(), p.tolist()):
+            if chance * each >= rare:
+                own = state.fork()
+                own.advance(token)
+                open_.append(((*tokens, token), chance * each, own))
+                found[tokens] -= chance * each
     return found
 
 
 def law(target: Any, ids: torch.Tensor, grammar: Any, samples: int, ways: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compare the first choices of sampled texts with their exact probabilities."""
-    expected = exact_law(target, ids, grammar)
-    longest = max(map(len, expected))
+    """Compare how often sampled texts begin in each way with its exact probability; rare beginnings count together."""
+    expected, ends = exact_law(target, ids, grammar, FEW / samples), end_tokens(target)
     counts: Counter[tuple[int, ...]] = Counter()
     torch.manual_seed(0)
-    for _ in range(0, samples, 2 * BATCH):
+    while counts.total() < samples:
         for way in ways:
-            texts = generate_batch(
-                target, [ids] * BATCH, [grammar] * BATCH, do_sample=True, top_k=0, max_new_tokens=longest + 1, **way
+            written = generate_batch(
+                target, [ids] * BATCH, [grammar] * BATCH, do_sample=True, top_k=0, max_new_tokens=64, **way
             )
-            for text in texts:
-                beginnings = (tuple(text[:length]) for length in range(len(text) + 1))
-                counts[next((each for each in beginnings if each in expected), ())] += 1
-    drawn = sum(counts.values())
-    cells = {each: chance * drawn for each, chance in expected.items() if chance * drawn >= FEW}
-    rest = drawn - sum(cells.values())
-    statistic = sum((counts[each] - mean) ** 2 / mean for each, mean in cells.items())
-    if rest >= FEW:
-        statistic += (drawn - sum(counts[each] for each in cells) - rest) ** 2 / rest
-    freedom = len(cells) - (rest < FEW)
-    p = torch.special.gammaincc(torch.tensor(freedom / 2), torch.tensor(statistic / 2)).item()
-    return {"samples": drawn, "cells": len(cells) + (rest >= FEW), "chi_square": statistic, "p": p}
+            for text in written:
+                beginnings = (tuple(text[:length]) for length in range(len(text), -1, -1))
+                counts[next(each for each in beginnings if each in expected)] += 1
+    drawn = counts.total()
+    cells = [(counts[text], chance * drawn) for text, chance in expected.items() if chance * drawn >= FEW]
+    rest = drawn - sum(seen for seen, _ in cells), drawn - sum(mean for _, mean in cells)
+    cells += [rest] if rest[1] >= FEW else []
+    statistic, freedom = sum((seen - mean) ** 2 / mean for seen, mean in cells), len(cells) - 1
+    p = torch.special.gammaincc(torch.tensor(freedom / 2), torch.tensor(statistic / 2)).item() if freedom > 0 else None
+    return {"samples": drawn, "cells": cells, "chi_square": statistic, "p": p}
 
 
 def write(rows: list[dict[str, Any]], facts: dict[str, Any], arguments: argparse.Namespace) -> None:
@@ -249,8 +244,10 @@ def write(rows: list[dict[str, Any]], facts: dict[str, Any], arguments: argparse
             cells += [f"{after.value:.2f} ({after.low:.2f} to {after.high:.2f})", f"{tau:.2f}"]
             cells += [f"{sum(row['same'][way] for row in alone)} of {len(alone)}"]
             cells += [f"{sum(batched)} of {len(batched)}" if way == AUTO else ""]
-            is_first = drawn is not None and way == arguments.ways[0]
-            cells += [f"p = {drawn['p']:.2f}, {drawn['samples']} texts" if is_first else ""]
+            is_first = drawn is not None and drawn["p"] is not None and way == arguments.ways[0]
+            cells += [
+                f"p = {drawn['p']:.2f}, {drawn['samples']} texts, {len(drawn['cells'])} cells" if is_first else ""
+            ]
             lines.append(f"| {' | '.join(cells)} |")
         figures[library] |= {"same": sum(same) + sum(batched), "compared": len(same) + len(batched), "law": drawn}
     about = (

@@ -14,6 +14,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -81,7 +82,9 @@ def counting(target: Any) -> Iterator[list[int]]:
 
 
 def main() -> None:
-    arguments = arguments_of(__doc__).parse_args()
+    parser = arguments_of(__doc__)
+    parser.add_argument("--turns", type=int, default=10, help="of the conversation, the first ones")
+    arguments = parser.parse_args()
     target, tokenizer, (fresh, kept) = load_pair(arguments, 2)
     facts = facts_of(target)
     rows: list[dict[str, Any]] = []
@@ -92,7 +95,7 @@ def main() -> None:
     options |= {
         name: {"assistant_model": of, "num_assistant_tokens": "auto"} for name, of in ((FRESH, fresh), (KEPT, kept))
     }
-    for number, messages in enumerate(turns):
+    for number, messages in enumerate(islice(turns, arguments.turns)):
         of_template, written = as_written(tokenizer.chat_template, tools, messages)
         ids = tokenizer.apply_chat_template(
             written, tools=of_template, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -131,7 +134,7 @@ def write(rows: list[dict[str, Any]], facts: dict[str, Any], arguments: argparse
         f"{len(rows)} turns, prompts of {prompts[0]:,} to {prompts[-1]:,} tokens, at most {arguments.tokens} new "
         "tokens a turn, greedy. Tokens are those of the target's first layer: prompts, anchors and all drafts."
     )
-    report = "\n\n".join([head("Ten turns", facts), about, "\n".join(lines)]) + "\n"
+    report = "\n\n".join([head("A conversation", facts), about, "\n".join(lines)]) + "\n"
     print(report)
     save_report(report, arguments, facts=facts, sums=sums, rows=rows)
 

@@ -37,7 +37,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--lookup", nargs="+", type=number_or_auto, default=["auto", 10], help="drafts of lookup alone"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.data is None and not set(arguments.kinds) <= set(TITLES):
+        parser.error(f"--kinds {' '.join(arguments.kinds)} has suites: pass the folder that they are in with --data")
+    return arguments
 
 
 def prompts_of(kind: str, arguments: argparse.Namespace) -> list[list[dict[str, str]]]:

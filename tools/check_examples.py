@@ -91,6 +91,11 @@ RUNS = [
     ("experiments/benchmark heads --vocab-size 300 --hidden-size 128 --layers 1 --repeats 1 --context 8", ""),
     ("experiments/benchmark heads --target toy --drafter swept/headed-seed0 --candidates 0 5 --limit 1 "
      "--max-new-tokens 4", ""),
+    (f"experiments/agents/measure_copies.py {PAIR} --kinds quote gsm8k --data suites --prompts 2 --tokens 12 "
+     "--output copies", "copies/report.md copies/results.json"),
+    (f"experiments/agents/measure_grammars.py {PAIR} --prompts 2 --tokens 24 --samples 8 --output grammars",
+     "grammars/report.md"),
+    (f"experiments/agents/measure_turns.py {PAIR} --tokens 8 --output conversation", "conversation/report.md"),
 ]  # fmt: skip
 
 # The command, its exit status, and the words of its one line.
@@ -114,6 +119,7 @@ WRONG = [
     (f"experiments/simulate_auto.py {PAIR} --suites suites --plain-ms 1 --round-ms 1 --draft-ms 0 --output b", 1,
      "`--draft-ms` 0.0"),
     (f"experiments/serve_deepseek_v4.py {PAIR} --data nowhere --expected-tau 2 --output b", 1, "nowhere"),
+    (f"experiments/agents/measure_copies.py {PAIR} --kinds aime25 --data suites --output b", 1, "aime25"),
     ("examples/evaluate_with_lm_eval.py", 1, "lm-eval"),
     ("examples/grpo_with_drafter.py", 1, "trl"),
 ]  # fmt: skip

@@ -327,12 +327,17 @@ def bailing_hybrid() -> PreTrainedModel:
     )  # fmt: skip
 
 
+EXAONE4 = dict(**DENSE, head_dim=16, sliding_window=8, layer_types=[SLIDING, SLIDING, FULL, SLIDING])
+
+
+def exaone4() -> PreTrainedModel:
+    """Whose layers have norms behind attention and MLP alone."""
+    return made("exaone4", **EXAONE4)
+
+
 def exaone4_5() -> PreTrainedModel:
-    """With an encoder of images, and layers that have norms behind attention and MLP alone."""
-    text = dict(
-        **COMMON, **DENSE, model_type="exaone4", head_dim=16, sliding_window=8, sliding_window_pattern="LLG",
-        layer_types=[SLIDING, SLIDING, FULL, SLIDING],
-    )  # fmt: skip
+    """With an encoder of images, and positions that it counts itself."""
+    text = dict(**COMMON, **EXAONE4, model_type="exaone4")
     vision = dict(**VISION, num_key_value_heads=2, fullatt_block_indexes=[0])
     config = transformers.Exaone4_5_Config(
         text_config=text, vision_config=vision, num_nextn_predict_layers=1, image_token_id=64, video_token_id=65
@@ -399,11 +404,11 @@ def step3p7() -> PreTrainedModel:
 FAMILIES = [
     deepseek_v3, deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm4_moe, glm5_next, kimi_k25, minimax_m2, qwen3,
     qwen3_next, qwen3_5, qwen3_5_moe, llama, mistral, gemma2, gemma3, gemma4, gpt_oss, muse_glimmer, granite_hybrid,
-    bamba, falcon_h1, nemotron_h,
+    bamba, falcon_h1, nemotron_h, exaone4_5,
 ]  # fmt: skip
 # As Qwen3 to everything but the mask of a draft tree.
 ALSO_MASKED = [
-    qwen2, qwen3_moe, gemma4_unified, ernie4_5_moe, longcat_flash, exaone4_5, exaone_moe, glm4_moe_lite, glm_ocr,
+    qwen2, qwen3_moe, gemma4_unified, ernie4_5_moe, longcat_flash, exaone4, exaone_moe, glm4_moe_lite, glm_ocr,
     hy_v3, mellum, step3p7,
 ]  # fmt: skip
 if "sarvam_mla" in CONFIG_MAPPING:  # from 5.24 on

@@ -12,6 +12,7 @@ import argparse
 import random
 import sys
 import tempfile
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,12 @@ def run_case(target: Any, drafter: Any, seed: int) -> tuple[int, str | None]:
     if size > 1 or is_static or seen.skips_padding or chance.random() < 0.5:
         return accepted, None
     longer = torch.cat([expected, prompt(chance.randint(1, 9), seed=seed)], dim=1)
-    expected = target.generate(longer, **options)
-    found = target.generate(longer, **asked, **{CACHE: cache_of(out)})
+    told = {**options, "attention_mask": torch.ones_like(longer)}  # else a padding token that was written is hidden
+    expected = target.generate(longer, **told)
+    found = target.generate(longer, **asked | told, **{CACHE: cache_of(out)})
     accepted += sum(drafter.last_stats.accepted)
     if torch.equal(found, expected):
         return accepted, None
-    told = {**options, "attention_mask": torch.ones_like(longer)}
     return accepted, f"second turn, {way}: {difference(target, found[0], expected[0], told)}"
 
 
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="a line a case; what is in it is not run again")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", message="Unfeasible length")  # of texts shorter than a processor wants
     torch.set_num_threads(1)
     logged = arguments.log.read_text().splitlines() if arguments.log and arguments.log.exists() else []
     known = {tuple(line.split("\t")[:2]): line.split("\t")[2:] for line in logged}

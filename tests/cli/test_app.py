@@ -280,18 +280,16 @@ def test_prompt_lookup_is_a_drafter_of_every_command():
 # Takes seconds: a doctor beside three other commands.
 def test_an_adapter_goes_with_its_drafter(monkeypatch, capsys, measured, tmp_path):
     """Measured beside the drafter without it, merged where nobody can choose it, uploaded alone."""
-    target, adapter = hf_hyperdflash.load_target(TARGET, dtype="float32"), tmp_path / "code"
-    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, -1])
-    drafter.save_pretrained(tmp_path / "drafter")
-    drafter.add_adapter(LoraConfig(r=2, init_lora_weights=False))
+    drafter, adapter = hf_hyperdflash.load_drafter(DRAFTER), tmp_path / "code"
+    drafter.add_adapter(LoraConfig(r=2))
     drafter.save_pretrained(adapter)
-    pair = ["--target", TARGET, "--drafter", tmp_path / "drafter", "--adapter", adapter, "--max-new-tokens", 8]
+    pair = ["--target", TARGET, "--drafter", DRAFTER, "--adapter", adapter, "--max-new-tokens", 8]
     run("benchmark", *pair, *measured)
     names, _ = results_in(tmp_path / "out")
-    assert names[1:] == ["DFlash (3)", "DFlash (3, code)"]
+    assert names[1:] == [f"{NAME} (8)", f"{NAME} (8, code)"]
     diagnosed = run("doctor", *pair, "--quick")
     assert "4 of 4 greedy texts are the target's own" in diagnosed
-    planned = run("push", tmp_path / "drafter", "org/code", "--adapter", adapter, "--dry-run")
+    planned = run("push", DRAFTER, "org/code", "--adapter", adapter, "--dry-run")
     assert "adapter_model.safetensors" in planned and "config.json" not in planned.replace("adapter_config.json", "")
 
 

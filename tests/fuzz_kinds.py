@@ -67,8 +67,8 @@ def run_case(target: Any, drafter: Any, seed: int) -> tuple[int, str | None]:
     ids, mask = padded_on_the_left(texts)
     if seen.skips_padding:  # stock compresses padding with the text
         alone = [target.generate(text[None], **options)[0] for text in texts]
-        expected = torch.stack([torch.nn.functional.pad(text, (ids.shape[1] + options["max_new_tokens"] - len(text), 0))
-                                for text in alone])  # fmt: skip
+        whole = ids.shape[1] + options["max_new_tokens"]
+        expected = torch.stack([torch.nn.functional.pad(text, (whole - len(text), 0)) for text in alone])
     else:
         expected = target.generate(ids, attention_mask=mask, **options)
     asked = {**options, **way, **where, "assistant_model": drafter}

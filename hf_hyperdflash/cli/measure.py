@@ -148,7 +148,8 @@ def benchmark(
     output: options.Output,
     drafter: options.Drafters = None,
     adapter: Annotated[
-        list[str] | None, Option(help="Path or Hub id of a LoRA adapter, with which --drafter drafts, too; repeatable.")
+        list[str] | None,
+        Option(help="Path or Hub id of a LoRA adapter, with which --drafter drafts, too; repeatable."),
     ] = None,
     mtp: Annotated[
         list[int] | None,
@@ -167,7 +168,8 @@ def benchmark(
 ) -> None:
     """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
     if endpoint is not None:
-        ours = {"--drafter": drafter, "--adapter": adapter, "--mtp": mtp, "--prompt-lookup": prompt_lookup, "--mode": measured.mode}
+        ours = {"--drafter": drafter, "--adapter": adapter, "--mtp": mtp, "--prompt-lookup": prompt_lookup}
+        ours["--mode"] = measured.mode
         for option, value in ours.items():
             if value:
                 raise ValueError(f"`{option}` is {value}, but a server at `--endpoint` has its own: leave one out.")

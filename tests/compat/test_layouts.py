@@ -1,4 +1,5 @@
-"""Our drafts are those of the programs that wrote a layout: PyPI's `dflash`, `speculators`, DeepSpec, JetSpec, SpecForge.
+"""Our drafts are those of the programs that wrote a layout: PyPI's `dflash` and `speculators`, DeepSpec, JetSpec and
+SpecForge.
 
     .ci/compat                       # makes an environment with these programs and runs the comparisons
     pytest -m compat tests/compat    # where they are installed
@@ -7,8 +8,8 @@ Each layout is compared both ways: ours loads what theirs saved, theirs loads wh
 both draft after the same text: greedily, and at temperature 1 with the same random numbers, each from its own
 probabilities. The rounds of dflash and DeepSpec are those of their own loops. speculators trains and has no loop: its
 rounds are the positions of a text, and what it drafts there comes from its training forward along our drafts. So are
-those of SpecForge's Domino, whose own loop draws nothing, and of JetSpec, whose engine needs a GPU: there by the module
-that this engine drafts with. Target and drafters are random and small.
+those of SpecForge's Domino, whose own loop draws nothing, and of JetSpec, whose engine needs a GPU: there by the
+module that this engine drafts with. Target and drafters are random and small.
 
 Ours never draft the mask token, to which the others give a probability. Trained drafters give it none, so no head
 scores it here.

@@ -42,7 +42,8 @@ class Turn:
     def go_on(self, cache, length, more, is_drafted=True):
         drafter = self.drafter if is_drafted else None
         ids = self.text[:, :length]
-        given = {CACHE: cache, "attention_mask": torch.ones_like(ids)}  # else a padding token that was written is hidden
+        # Without a mask a padding token that was written is hidden.
+        given = {CACHE: cache, "attention_mask": torch.ones_like(ids)}
         return self.target.generate(ids, **given, do_sample=False, max_new_tokens=more, assistant_model=drafter)
 
     def writes(self, forward, inside=False):

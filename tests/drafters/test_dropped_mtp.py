@@ -136,9 +136,12 @@ def of_config(target):
 
 
 @pytest.mark.parametrize("budget", [None, 3])
-@pytest.mark.parametrize("family", mostly_nightly(
-    ["ernie4_5_moe", "longcat_flash", "nemotron_h", "qwen3_next", "bailing_hybrid", "exaone_moe", "hy_v3"]
-))
+@pytest.mark.parametrize(
+    "family",
+    mostly_nightly(
+        ["ernie4_5_moe", "longcat_flash", "nemotron_h", "qwen3_next", "bailing_hybrid", "exaone_moe", "hy_v3"]
+    ),
+)
 def test_sampled_text_has_the_targets_law(family, budget):
     """By every way that the draws can go."""
     told = furthest_from_the_law(*of_eight(CARRIERS[family].target, of_config)(), tree_budget=budget)

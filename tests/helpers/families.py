@@ -427,4 +427,5 @@ if hasattr(transformers, "HYV4VLConfig"):  # from 5.24 on
     FAMILIES.append(hunyuan_v4_multimodal)
 if "bailing_hybrid" in CONFIG_MAPPING:  # from 5.20 on
     FAMILIES.append(bailing_hybrid)
-LATER = {"qwen4_exp_text", "hy_v4_vl_text", "bailing_hybrid", "sarvam_mla", "sarvam_moe"}  # the `model_type`s, of text parts, of what is not always in the list
+# The `model_type`s, of text parts, of what is not always in the list.
+LATER = {"qwen4_exp_text", "hy_v4_vl_text", "bailing_hybrid", "sarvam_mla", "sarvam_moe"}

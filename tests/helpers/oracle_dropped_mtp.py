@@ -4,8 +4,8 @@ their publishers release and nothing else.
 Read for what is written out here: NVIDIA's NeMo Automodel (`nemotron_v3/mtp.py`, `qwen3_5/model.py`), Baidu's
 FastDeploy (`ernie4_5_mtp.py`), Meituan's head in SGLang (`longcat_flash_nextn.py`), and vLLM's `*_mtp.py` beside each
 and of EXAONE, GLM, Hunyuan and Ling. All heads read the target's state after its final norm, and hand on what they
-norm for the LM head; GLM's do so in transformers and SGLang, while vLLM's hand on what is before that norm. ERNIE's has
-no norm for that and takes the target's, as in FastDeploy; vLLM leaves it out.
+norm for the LM head; GLM's do so in transformers and SGLang, while vLLM's hand on what is before that norm. ERNIE's
+has no norm for that and takes the target's, as in FastDeploy; vLLM leaves it out.
 """
 
 from __future__ import annotations

@@ -350,7 +350,9 @@ def test_the_heads_in_a_targets_checkpoint_are_trained_on(train, tmp_path, own):
         known = [row | {"loss_mask": [False] * 8 + [True] * 30} for row in known]
     how = dict(target=folder, drafter=folder, layers=None, eval_prompts=0, save_dtype="float32", learning_rate=1e-3)
     trained, before = load_drafter(out := train(known, **how)), load_drafter(folder, dtype=torch.float32)
-    changed = [name for name, value in before.state_dict().items() if not torch.equal(trained.state_dict()[name], value)]
+    changed = [
+        name for name, value in before.state_dict().items() if not torch.equal(trained.state_dict()[name], value)
+    ]
     assert type(trained) is type(before) and len(changed) > 5
     assert settings_of(out)["drafter"] == Path(folder).name
     again = load_drafter(train(known, out="more", **how | {"drafter": out}))

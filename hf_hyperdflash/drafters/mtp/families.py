@@ -298,7 +298,7 @@ FAMILIES: dict[str, MTPFamily] = {
     ),
 }
 # Families whose checkpoints have such tensors, too, but whose drafts would not be their publishers', and why.
-_INDEXED = "its attention sees tokens that an indexer chooses, and only full and sliding attention is drafted with here"
+_INDEXED = "its attention sees tokens that an indexer chooses, and only full and sliding attention drafts here"
 REFUSED = {
     **dict.fromkeys(
         ("deepseek_v32", "glm5_next_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text", "minimax_m3_vl_text"), _INDEXED

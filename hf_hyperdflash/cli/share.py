@@ -120,11 +120,11 @@ def export(
 
     check_replaceable(folder)
     found = check_drafter(drafter, kinds=[kind for kind in KINDS if kind.writes])
+    check_adapter(adapter, drafter)
     check_expressible(cast(Any, found.config), format, target is not None)
     if target is not None:
         check_target(target)
         check_made_for(target, found)
-    check_adapter(adapter, drafter)
     loaded = cast(Any, load_drafter(found))
     if adapter is not None:
         loaded.merge_adapter(adapter)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from . import options
-from .session import Session, announce, check_text, use_cache_if_offline, with_session
+from .session import Session, announce, check_adapter, check_text, use_cache_if_offline, with_session
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ def generate(
     session: Session,
     drafter: options.Drafter,
     prompt: Annotated[str, typer.Argument(help='What to ask, as one chat turn: "What is 2 + 3?".')],
-    adapter: Annotated[str | None, typer.Option(help="Path or Hub id of a LoRA adapter of the drafter.")] = None,
+    adapter: options.Adapter = None,
     max_new_tokens: options.NewTokens = 256,
     temperature: options.Temperature = 0.0,
     num_draft_tokens: options.NumDraftTokens = None,
@@ -58,12 +58,7 @@ def generate(
     announce("target", session.target)
     use_cache_if_offline(session.target, drafter, adapter)
     session.check([(drafter, num_draft_tokens)])
-    if adapter is not None:
-        if drafter == options.PROMPT_LOOKUP:
-            raise ValueError(f"`--adapter` is {adapter!r}, but {drafter} has no weights: leave one of the two out.")
-        from ..drafters.adapters import read_adapter
-
-        read_adapter(adapter)  # what cannot be read is said before the target is loaded
+    check_adapter(adapter, drafter)
     model, tokenizer, loaded = session.load([drafter])
     import torch
     from rich.console import Console

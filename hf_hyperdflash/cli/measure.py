@@ -9,13 +9,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 from typer import Option
 
 from . import options
-from .session import Session, announce, check_writable, use_cache_if_offline, with_session
+from .session import Session, announce, check_adapter, check_writable, use_cache_if_offline, with_session
 
 if TYPE_CHECKING:
     from ..benchmark.runner import BenchmarkSettings
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 def doctor(
     session: Session,
     drafter: options.Drafter,
+    adapter: options.Adapter = None,
     max_new_tokens: Annotated[
         int | None, Option(min=3, help="Most new tokens per prompt; 64, or down to 32 on a slow machine, if unset.")
     ] = None,
@@ -59,6 +60,8 @@ def doctor(
             raise ValueError(
                 f"`{option}` is for what rounds cost here, and `--endpoint` asks a server: leave one out."
             )
+    if endpoint and adapter:
+        raise ValueError(f"`--adapter` is {adapter!r}, and a server at `--endpoint` drafts without: leave one out.")
     if served_model and not endpoint:
         raise ValueError(f"`--served-model` is {served_model!r}, but no server is asked: add `--endpoint`.")
     if output is not None:
@@ -68,9 +71,12 @@ def doctor(
         import_matplotlib()  # for the page
     began = time.monotonic()
     announce("target", session.target)
-    use_cache_if_offline(session.target, drafter)
+    use_cache_if_offline(session.target, drafter, adapter)
     session.check([(drafter, None)])
+    check_adapter(adapter, drafter)
     model, tokenizer, loaded = session.load([drafter])
+    if adapter is not None:
+        cast(Any, loaded[drafter]).merge_adapter(adapter)
     from ..benchmark.doctor.examine import PROMPTS, examine
 
     if endpoint is not None:
@@ -141,6 +147,10 @@ def benchmark(
     measured: Measured,
     output: options.Output,
     drafter: options.Drafters = None,
+    adapter: Annotated[
+        list[str] | None,
+        Option(help="Path or Hub id of a LoRA adapter, with which --drafter drafts, too; repeatable."),
+    ] = None,
     mtp: Annotated[
         list[int] | None,
         Option(min=1, help="Compare with the target's own drafter (MTP or DSpark), this many drafts; repeatable."),
@@ -158,7 +168,8 @@ def benchmark(
 ) -> None:
     """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
     if endpoint is not None:
-        ours = {"--drafter": drafter, "--mtp": mtp, "--prompt-lookup": prompt_lookup, "--mode": measured.mode}
+        ours = {"--drafter": drafter, "--adapter": adapter, "--mtp": mtp, "--prompt-lookup": prompt_lookup}
+        ours["--mode"] = measured.mode
         for option, value in ours.items():
             if value:
                 raise ValueError(f"`{option}` is {value}, but a server at `--endpoint` has its own: leave one out.")
@@ -173,7 +184,12 @@ def benchmark(
         raise ValueError(f"`--concurrency` is {concurrency}, but only servers are asked so: add `--endpoint`.")
     named = [Named(None, count, None, False, session.target) for count in mtp or ()]
     named += [Named(None, count, None, False, options.PROMPT_LOOKUP) for count in prompt_lookup or ()]
-    _compare(session, measured, [*named, *map(_parsed, drafter or ())], output)
+    parsed = [_parsed(option) for option in drafter or ()]
+    if adapter and (not parsed or any(each.learns for each in parsed)):
+        raise ValueError(f"`--adapter` is {adapter}, expected with it a `--drafter` that is not adaptive.")
+    for each in parsed:
+        named += [each, *(each._replace(adapter=path) for path in adapter or ())]
+    _compare(session, measured, named, output)
 
 
 @with_session
@@ -209,6 +225,7 @@ class Named(NamedTuple):
     nodes: int | str | None
     learns: bool
     path: str
+    adapter: str | None = None
 
 
 _NUMBERS = r"([^()]*?)\s*(?:\((auto|[0-9]+)(?:, (auto|[0-9]+) nodes)?(, adaptive)?\))?"
@@ -238,7 +255,8 @@ def _compare(
     if not named:
         raise ValueError("No method is given: expected --drafter, or another one that --help lists, to compare with.")
     requested = [(each.path, max(swept or (), default=each.drafts)) for each in named]
-    use_cache_if_offline(session.target, *(path for path, _ in requested), measured.data or "suites")
+    adapters = dict.fromkeys(each.adapter for each in named if each.adapter)
+    use_cache_if_offline(session.target, *(path for path, _ in requested), *adapters, measured.data or "suites")
     # What a report cannot be written without is missed first, then errors in folders are raised before suites are
     # read, and maybe downloaded, and errors in suites before models are loaded.
     check_writable(output)
@@ -248,6 +266,8 @@ def _compare(
     import_matplotlib()
     settings = measured.settings()
     session.check(requested)
+    for each in named:
+        check_adapter(each.adapter, each.path)
     settings.prompts()
     model, tokenizer, loaded = session.load([path for path, _ in requested])
     from ..benchmark.report import print_results, write_report
@@ -255,6 +275,9 @@ def _compare(
     from ..hub.kinds import title
     from ..training.trials import Local
 
+    names = {path: f"adapter{index}" for index, path in enumerate(adapters)}  # any name, as of a folder may be none
+    for path, adapter in dict.fromkeys((each.path, each.adapter) for each in named if each.adapter):
+        cast(Any, loaded[path]).load_adapter(adapter, names[adapter])
     methods = []
     for each in named:
         drafter = copy.deepcopy(loaded[each.path]) if each.learns else loaded[each.path]
@@ -264,7 +287,10 @@ def _compare(
             tried = swept or list(range(1, 1 + (drafter.max_draft_tokens or 6)))
         for count in tried:
             about = [str(count), f"{each.nodes} nodes" if each.nodes else "", "adaptive" if each.learns else ""]
+            about.append(Path(each.adapter or "").name)
             asked = {"num_assistant_tokens": count, "tree_budget": each.nodes}
+            if getattr(drafter, "adapters", ()):
+                asked["adapter"] = names.get(each.adapter or "")
             name = f"{each.name or usual} ({', '.join(filter(None, about))})"
             methods.append(Local(model, drafter, asked, name, each.learns))
     results = run_benchmark(model, tokenizer, methods, settings, output / "results.jsonl")

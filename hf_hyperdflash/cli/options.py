@@ -73,6 +73,7 @@ Drafter = Annotated[
     str,
     Option(help=f"Path or Hub id of the drafter, or {PROMPT_LOOKUP}; `hf-hyperdflash drafters TARGET` lists others'."),
 ]
+Adapter = Annotated[str | None, Option(help="Path or Hub id of a LoRA adapter of the drafter.")]
 Drafters = Annotated[
     list[str] | None,
     Option(

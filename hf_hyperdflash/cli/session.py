@@ -72,6 +72,17 @@ def check_text(text: str, what: str) -> None:
         ) from error
 
 
+def check_adapter(adapter: str | None, drafter: str) -> None:
+    """Raise an error if a drafter's adapter cannot be read, or the drafter can have none."""
+    if adapter is None:
+        return
+    if drafter == PROMPT_LOOKUP:
+        raise ValueError(f"`--adapter` is {adapter!r}, but {drafter} has no weights: leave one of the two out.")
+    from ..drafters.adapters import read_adapter
+
+    read_adapter(adapter)
+
+
 def check_writable(folder: Path) -> None:
     """Raise an `OSError` if `folder` cannot be written to, or made."""
     existing = next(candidate for candidate in (folder, *folder.absolute().parents) if candidate.exists())

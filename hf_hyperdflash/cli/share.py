@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 from typer import Argument, Option
 
 from .options import SavedDrafter, check_dtype
-from .session import announce, check_writable, use_cache_if_offline
+from .session import announce, check_adapter, check_writable, use_cache_if_offline
 
 
 def card(
@@ -107,11 +107,12 @@ def export(
         str | None,
         Option(help="Path or Hub id of its target, of which deepspec holds two tensors."),
     ] = None,
+    adapter: Annotated[str | None, Option(help="Path or Hub id of a LoRA adapter to merge into the drafter.")] = None,
 ) -> None:
     """Write a drafter in another program's layout, if that has words for it, and say how to serve it."""
     check_writable(folder)
     announce("drafter", drafter)
-    use_cache_if_offline(drafter, target)
+    use_cache_if_offline(drafter, target, adapter)
     from ..hub.formats import check_expressible, check_replaceable, export_dflash
     from ..hub.found import check_drafter
     from ..hub.kinds import KINDS
@@ -119,11 +120,14 @@ def export(
 
     check_replaceable(folder)
     found = check_drafter(drafter, kinds=[kind for kind in KINDS if kind.writes])
+    check_adapter(adapter, drafter)
     check_expressible(cast(Any, found.config), format, target is not None)
     if target is not None:
         check_target(target)
         check_made_for(target, found)
     loaded = cast(Any, load_drafter(found))
+    if adapter is not None:
+        loaded.merge_adapter(adapter)
     if target is not None:
         announce("target", target)
     model = None if target is None else load_target(target, dtype="auto")
@@ -143,8 +147,9 @@ def push(
     dry_run: Annotated[
         bool, Option("--dry-run", help="Say what would be uploaded and where to; needs no network and no token.")
     ] = False,
+    adapter: Annotated[str | None, Option(help="Path of a LoRA adapter of the drafter, to upload that alone.")] = None,
 ) -> None:
-    """Upload a saved drafter with its code and its card, in one commit."""
+    """Upload a saved drafter with its code and its card, or an adapter of it, in one commit."""
     announce("drafter", folder)
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -158,7 +163,10 @@ def push(
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise ValueError(f"The repository is {repo_id!r}, expected a name on the Hub: org/name.") from error
+    check_adapter(adapter, str(folder))
     drafter = load_drafter(check_drafter(str(folder), kinds=KINDS))
+    if adapter is not None:
+        drafter.load_adapter(adapter)
     options: dict[str, Any] = {"private": private or None, "revision": revision, "create_pr": create_pr}
     if dry_run:
         print(planned_push(drafter, repo_id, **options))

@@ -222,6 +222,21 @@ class WithAdapters:
             self._check_unobserved()
             self._delete(name)
 
+    def merge_adapter(self, peft_model_id: str | Path, **hub_kwargs: Any) -> None:
+        """Load a LoRA adapter into the drafter's own weights, as what knows no adapters needs it.
+
+        Args:
+            peft_model_id: Folder or Hub id.
+            **hub_kwargs: Where it is, as of [`load_adapter`], which also says what is raised.
+        """
+        before, name = self._set_adapter, "merged"
+        self.load_adapter(peft_model_id, name, **hub_kwargs)
+        for _, layer in _lora_layers(cast(nn.Module, self)):
+            layer.merge(adapter_names=[name])
+            layer.merged_adapters.clear()  # which are a part of it now
+        self._delete(name)
+        self._set(before)
+
     # Inside
 
     def _name(self) -> str:

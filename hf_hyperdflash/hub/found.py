@@ -123,7 +123,8 @@ def check_drafter(
     **hub_kwargs: Unpack[HubOptions],
 ) -> Found:
     """Look at a drafter before it is loaded: one of `kinds` that this package saved, if some are given, or with
-    `or_others` in another program's layout. Without `needs_weights` a configuration is enough."""
+    `or_others` in another program's layout or in a target's checkpoint. Without `needs_weights` a configuration is
+    enough."""
     fields = read_fields(name, "drafter", **hub_kwargs)
     found = find(fields, name, hub_kwargs)
     is_v4 = fields.get("model_type") == DeepseekV4Config.model_type
@@ -137,11 +138,13 @@ def check_drafter(
     if found.layout:
         check_not_quantized(fields, str(name), name)
     is_known = found.kind in kinds
-    if kinds and not (is_known and not found.is_targets_own and (or_others or found.layout is None)):
+    is_ours = not found.is_targets_own and found.layout is None
+    if kinds and not (is_known and (or_others or is_ours)):
         known = [str(kind) for kind in KINDS if kind in kinds]
         listed = ", ".join(known[:-1]) + " or " * (len(known) > 1) + known[-1]
         step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_known else ""
-        raise ValueError(f"{name} is {found}, expected {listed}, saved by this package{step}.")
+        by_us = "" if or_others else ", saved by this package"
+        raise ValueError(f"{name} is {found}, expected {listed}{by_us}{step}.")
     if needs_weights and not found.is_targets_own:  # which may be without the parts that have the target alone
         check_weights(name, "*.safetensors", *(found.kind.files if found.layout else ()))
     return found

@@ -274,6 +274,21 @@ class MuseGlimmer(Target):
         return super().after_head(logits * self.config.output_multiplier)
 
 
+class Exaone45(Target):
+    """A target that counts positions by its cache, where draft trees and a batch's padding have others: a path and a
+    text at a time."""
+
+    title = "EXAONE 4.5"
+
+    @classmethod
+    def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
+        return target.config.model_type == "exaone4_5"
+
+    @property
+    def tree_verification(self) -> TreeVerification:
+        return "fork"
+
+
 class MambaHybrid(Target):
     """A target with Mamba-2 layers beside attention, or both in a layer. Its last norm has another name. Falcon-H1
     scales embeddings and logits.
@@ -308,7 +323,8 @@ class MambaHybrid(Target):
 
 # The first family that fits is chosen.
 FAMILIES: tuple[type[Target], ...] = (
-    DeepseekV4, Glm5Next, HyperConnected, Qwen4Exp, Granite, MuseGlimmer, MambaHybrid, Target,
+    DeepseekV4, Glm5Next, HyperConnected, Qwen4Exp, Granite, MuseGlimmer, Exaone45, MambaHybrid,
+    Target,
 )  # fmt: skip
 
 

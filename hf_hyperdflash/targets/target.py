@@ -27,10 +27,12 @@ VERIFICATION: dict[str, TreeVerification] = {
     "llama": "mask", "qwen2": "mask", "qwen3": "mask", "qwen3_moe": "mask", "mistral": "mask", "gemma2": "mask",
     "gemma3_text": "mask", "gemma4_text": "mask", "gemma4_unified_text": "mask", "gpt_oss": "mask",
     "deepseek_v3": "mask", "glm4_moe": "mask", "minimax_m2": "mask", "ernie4_5_moe": "mask", "longcat_flash": "mask",
-    "muse_glimmer_text": "mask",
+    "muse_glimmer_text": "mask", "exaone4": "mask", "exaone_moe": "mask", "glm4_moe_lite": "mask",
+    "glm_ocr_text": "mask", "hy_v3": "mask", "mellum": "mask", "sarvam_mla": "mask", "sarvam_moe": "mask",
+    "step3p5": "mask",
     "qwen3_next": "fork", "qwen3_5_text": "fork", "qwen3_5_moe_text": "fork", "granitemoehybrid": "fork",
     "bamba": "fork", "falcon_h1": "fork", "nemotron_h": "fork", "hy_v4": "fork", "hy_v4_vl_text": "fork",
-    "glm5_next_text": "fork", "qwen4_exp_text": "fork",
+    "glm5_next_text": "fork", "qwen4_exp_text": "fork", "bailing_hybrid": "fork",
 }  # fmt: skip
 _PARTS = {
     "indexer_keys": 1,

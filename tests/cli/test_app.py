@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -274,6 +275,22 @@ def test_prompt_lookup_is_a_drafter_of_every_command():
     diagnosed = run("doctor", *pair, "--quick")
     assert "drafter: PromptLookupDrafter, which has no weights" in diagnosed and "Problems found." not in diagnosed
     assert "4 of 4 greedy texts are the target's own" in diagnosed
+
+
+# Takes seconds: a doctor beside three other commands.
+def test_an_adapter_goes_with_its_drafter(monkeypatch, capsys, measured, tmp_path):
+    """Measured beside the drafter without it, merged where nobody can choose it, uploaded alone."""
+    drafter, adapter = hf_hyperdflash.load_drafter(DRAFTER), tmp_path / "code"
+    drafter.add_adapter(LoraConfig(r=2))
+    drafter.save_pretrained(adapter)
+    pair = ["--target", TARGET, "--drafter", DRAFTER, "--adapter", adapter, "--max-new-tokens", 8]
+    run("benchmark", *pair, *measured)
+    names, _ = results_in(tmp_path / "out")
+    assert names[1:] == [f"{NAME} (8)", f"{NAME} (8, code)"]
+    diagnosed = run("doctor", *pair, "--quick")
+    assert "4 of 4 greedy texts are the target's own" in diagnosed
+    planned = run("push", DRAFTER, "org/code", "--adapter", adapter, "--dry-run")
+    assert "adapter_model.safetensors" in planned and "config.json" not in planned.replace("adapter_config.json", "")
 
 
 def of_process(home, command, setup="", **more) -> list[str]:

@@ -1,4 +1,5 @@
-"""Our drafts are those of the programs that wrote a layout: PyPI's `dflash`, `speculators` and DeepSpec.
+"""Our drafts are those of the programs that wrote a layout: PyPI's `dflash` and `speculators`, DeepSpec, JetSpec and
+SpecForge.
 
     .ci/compat                       # makes an environment with these programs and runs the comparisons
     pytest -m compat tests/compat    # where they are installed
@@ -6,8 +7,9 @@
 Each layout is compared both ways: ours loads what theirs saved, theirs loads what ours wrote of that. In every round
 both draft after the same text: greedily, and at temperature 1 with the same random numbers, each from its own
 probabilities. The rounds of dflash and DeepSpec are those of their own loops. speculators trains and has no loop: its
-rounds are the positions of a text, and what it drafts there comes from its training forward along our drafts. Target
-and drafters are random and small.
+rounds are the positions of a text, and what it drafts there comes from its training forward along our drafts. So are
+those of SpecForge's Domino, whose own loop draws nothing, and of JetSpec, whose engine needs a GPU: there by the
+module that this engine drafts with. Target and drafters are random and small.
 
 Ours never draft the mask token, to which the others give a probability. Trained drafters give it none, so no head
 scores it here.
@@ -309,19 +311,103 @@ def rounds_of_deepspec(folder: Path, target: PreTrainedModel, prompt: Tensor, T:
         seen.append(one)
         return drafted
 
-    crop = DynamicCache.crop
-
-    def to_length(cache: DynamicCache, length: int) -> None:
-        """As transformers 5.10, which DeepSpec is written for: from 5.18 on a number of tokens to remove is meant."""
-        crop(cache, length if length <= 0 else min(length - cache.get_seq_length(), 0))
-
     evaluator._propose = recording
-    with patch("torch.multinomial", draws), patch.object(DynamicCache, "crop", to_length):
+    with patch("torch.multinomial", draws), cropped_to_a_length():
         evaluator.generate_one_sample(input_ids=prompt, stop_token_ids=None)
     return seen
 
 
+def cropped_to_a_length() -> Any:
+    """As transformers 5.10, which others are written for: from 5.18 on a number of tokens to remove is meant."""
+    crop = DynamicCache.crop
+
+    def to_length(cache: DynamicCache, length: int) -> None:
+        crop(cache, length if length <= 0 else min(length - cache.get_seq_length(), 0))
+
+    return patch.object(DynamicCache, "crop", to_length)
+
+
+# JetSpec, and SpecForge's Domino
+
+
+def save_jetspec(windows: dict[str, Any], folder: Path, target: PreTrainedModel) -> None:
+    from jetspec.models.draft_head import DFlashDraftModel
+
+    own = {"mask_token_id": MASK, "target_layer_ids": READ, "causal_head": True}
+    config = Qwen3Config(**SHAPE, num_target_layers=LAYERS, block_size=BLOCK, dflash_config=own, **windows)
+    randomize(DFlashDraftModel(config), 5).save_pretrained(folder)
+
+
+def rounds_of_jetspec(folder: Path, target: PreTrainedModel, prompt: Tensor, T: float) -> list[Round]:
+    from jetspec.draft_head_adapter import DraftHeadTreeDrafter
+    from jetspec.models.draft_head import load_draft_head
+
+    head = load_draft_head(str(folder), device="cpu", dtype=torch.float32)
+    drafter, seen = DraftHeadTreeDrafter(head, target, BLOCK, READ), []
+    for ids, features in texts_of(target, prompt):
+        with torch.no_grad(), cropped_to_a_length():
+            logits = drafter.propose_logits(ids, BLOCK - 1, target_hidden=features)[0]
+        seen.append(drawn(ids, logits.softmax(-1), Draws() if T else None))
+    return seen
+
+
+def save_domino(is_shifted: bool, folder: Path, target: PreTrainedModel) -> None:
+    from specforge.modeling.draft.domino import DominoDraftModel
+
+    own = {"mask_token_id": MASK, "target_layer_ids": READ, "projector_type": "domino", "shift_label": is_shifted}
+    own |= {"emb_dim": RANK, "gru_hidden_dim": 12}
+    config = Qwen3Config(**SHAPE, num_target_layers=LAYERS, block_size=BLOCK, dflash_config=own)
+    randomize(DominoDraftModel(config), 6).save_pretrained(folder)
+
+
+def rounds_of_domino(folder: Path, target: PreTrainedModel, prompt: Tensor, T: float) -> list[Round]:
+    from specforge.modeling.draft.domino import DominoDraftModel
+
+    model = DominoDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
+    ours, seen = load_drafter(folder, target=target), []
+    for ids, features in texts_of(target, prompt):
+        block = torch.full((1, BLOCK), MASK).index_fill(1, torch.tensor([0]), int(ids[0, -1]))
+        with torch.no_grad():
+            hidden = model(
+                position_ids=torch.arange(ids.shape[1] - 1 + BLOCK)[None], target_hidden=features, is_causal=False,
+                noise_embedding=target.model.embed_tokens(block),
+            )  # fmt: skip
+            if not T:
+                tokens = model._sample_draft_tokens(target, hidden, block)[0]
+                seen.append(Round(ids, tokens.tolist(), []))
+                continue
+            one = our_round(ours, target, ids, BLOCK - 1, Draws())
+            block[0, 1:] = torch.tensor(one.tokens)
+            logits = model.apply_logits_head(
+                target.lm_head(hidden)[:, None], prev_token_embeddings=target.model.embed_tokens(block)[:, None],
+                hidden_states=hidden[:, None],
+            )[0, 0]  # fmt: skip
+        q = logits[:-1] if model.shift_label else logits[1:]
+        seen.append(drawn(ids, q.softmax(-1), Draws(one.numbers)))
+    return seen
+
+
+def texts_of(target: PreTrainedModel, prompt: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a text at each of its lengths from the prompt's on, and what drafters read of all but its last token."""
+    text = target.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+    with torch.no_grad():
+        states = target(text, output_hidden_states=True).hidden_states
+    features = torch.cat([states[i + 1] for i in READ], dim=-1)
+    for end in range(prompt.shape[1], text.shape[1]):
+        yield text[:, :end], features[:, : end - 1]
+
+
+def drawn(ids: Tensor, q: Tensor, draws: Draws | None) -> Round:
+    """A round whose drafts are drawn one by one from `q`, `[drafts, vocab]`, or are the best."""
+    if draws is None:
+        return Round(ids, q.argmax(-1).tolist(), [])
+    return Round(ids, [int(draws(one)) for one in q], draws.used, q)
+
+
 # The comparison
+
+
+CHECKOUTS = ("deepspec", "jetspec", "specforge")  # the others are packages
 
 
 class Case(NamedTuple):
@@ -355,6 +441,10 @@ def cases() -> Iterator[Case]:
     for kind, reads in (("vanilla", True), ("gated", False), ("rnn", True), (None, False)):
         save = partial(save_with_deepspec, kind, reads)
         yield Case("deepspec", f"DSpark {kind or 'headless'}", "deepspec", save, rounds_of_deepspec)
+    yield Case("jetspec", "JetSpec", "z-lab", partial(save_jetspec, {}), rounds_of_jetspec)
+    for is_shifted in (False, True):
+        kind = f"Domino{', shifted' * is_shifted}"
+        yield Case("specforge", kind, "z-lab", partial(save_domino, is_shifted), rounds_of_domino)
 
 
 def dspark(kind: str, **fields: Any) -> dict[str, Any]:
@@ -366,8 +456,8 @@ def dspark(kind: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("written_by", ["theirs", "ours"])
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.program}-{case.kind}")
 def test_both_draft_the_same(case, written_by, target, tmp_path, monkeypatch):
-    if case.program == "deepspec":
-        monkeypatch.syspath_prepend(require_checkout("DEEPSPEC"))
+    if case.program in CHECKOUTS:
+        monkeypatch.syspath_prepend(require_checkout(case.program.upper()))
     else:
         require_package(case.program)
     folder = tmp_path / "theirs"

@@ -41,9 +41,10 @@ class Turn:
 
     def go_on(self, cache, length, more, is_drafted=True):
         drafter = self.drafter if is_drafted else None
-        return self.target.generate(
-            self.text[:, :length], **{CACHE: cache}, do_sample=False, max_new_tokens=more, assistant_model=drafter
-        )
+        ids = self.text[:, :length]
+        # Without a mask a padding token that was written is hidden.
+        given = {CACHE: cache, "attention_mask": torch.ones_like(ids)}
+        return self.target.generate(ids, **given, do_sample=False, max_new_tokens=more, assistant_model=drafter)
 
     def writes(self, forward, inside=False):
         """What is written in a forward of the turn."""

@@ -22,7 +22,7 @@ from hf_hyperdflash.targets.registry import target_of
 from ..conftest import mostly_nightly, prompt, tiny_drafter, tiny_target
 from ..contracts.test_drafters import KINDS, LAWS
 from ..fuzz_trees import padded_on_the_left
-from ..helpers import families
+from ..helpers import commands, families
 from ..helpers.headed_drafters import headed
 from ..helpers.loops import in_transformers_loop
 from ..helpers.refusals import Refusal
@@ -267,6 +267,29 @@ def test_without_its_last_adapter_a_drafter_is_as_before():
     assert all(weight.requires_grad for weight in drafter.parameters())
     adapted(drafter, ["again"])
     assert drafter.adapters == ("again",)
+
+
+def test_an_adapter_is_merged_into_the_weights(tmp_path):
+    """Into the drafter's alone, whose other adapters stay."""
+    target, drafter = dense(lambda target: tiny_drafter(target, target_layer_ids=[0, 2]))
+    drafter.set_adapter("chat")
+    drafter.save_pretrained(tmp_path)
+    chat, code = (drafts(target, drafter, prompt(9), adapter=name)[1] for name in ("chat", "code"))
+    drafter.delete_adapter("chat")
+    plain = copy.deepcopy(drafter.state_dict())
+    drafter.merge_adapter(tmp_path)
+    assert drafter.adapters == ("code",) and drafter.active_adapters() == []
+    assert drafts(target, drafter, prompt(9), adapter=None)[1] == chat
+    changed = [name for name, value in drafter.state_dict().items() if not torch.equal(value, plain[name])]
+    assert changed and all(name.endswith("base_layer.weight") for name in changed)
+    drafter.delete_adapter("code")
+    assert drafts(target, drafter, prompt(9))[1] == chat != code
+    drafter.save_pretrained(tmp_path / "base")
+    drafter.merge_adapter(tmp_path)  # without others
+    assert drafter.adapters == () and drafts(target, drafter, prompt(9))[1] != chat
+    commands.run("export", tmp_path / "base", tmp_path / "theirs", "--adapter", tmp_path)
+    theirs = load_drafter(tmp_path / "theirs", target=target).state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in drafter.state_dict().items())
 
 
 def test_an_adapter_has_the_drafters_dtype():

@@ -20,7 +20,7 @@ from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import mostly_nightly, prompt
 from ..helpers import families
-from ..helpers.dropped_mtp import PUBLISHED
+from ..helpers.dropped_mtp import KIMI, PUBLISHED
 from ..helpers.mtp_targets import CARRIERS, loaded
 from ..helpers.quantization import quantize_fp8
 
@@ -39,7 +39,7 @@ def pair(request, tmp_path):
 
 
 def test_each_family_has_a_tiny_target():
-    assert CARRIERS.keys() == FAMILIES.keys()
+    assert CARRIERS.keys() - {KIMI} == FAMILIES.keys()
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def stored_in(folder):
 
 
 def oracle_for(target, folder):
-    family = target.config.get_text_config().model_type
+    family = KIMI if target.config.model_type == KIMI else target.config.get_text_config().model_type
     if family not in PUBLISHED and not IS_LATER:
         pytest.skip("transformers' own model does not run one head alone")
     return NaiveHeads(target, family, folder) if family in PUBLISHED else StockHeads(target)
@@ -139,7 +139,8 @@ def test_a_saved_drafter_is_in_its_publishers_layout(pair, tmp_path):
     drafter.save_pretrained(tmp_path / "saved")
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"config.json", "model.safetensors"}
     saved = load_file(tmp_path / "saved" / "model.safetensors")
-    assert saved and all(torch.equal(value, stored[name]) for name, value in saved.items())
+    before = "language_model." if target.config.model_type == KIMI else ""  # which is the target's
+    assert saved and all(torch.equal(value, stored[before + name]) for name, value in saved.items())
     again = load_drafter(tmp_path / "saved", target=target)
     assert type(again) is MTPDrafter
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in drafter.state_dict().items())

@@ -3,7 +3,20 @@ what computes them entry by entry."""
 
 from __future__ import annotations
 
-from .oracle_dropped_mtp import NaiveErnie, NaiveLongcat, NaiveNemotronH, NaiveQwen, NaiveQwenMoe
+from .oracle_dropped_mtp import (
+    NaiveErnie,
+    NaiveExaone4,
+    NaiveExaoneMoe,
+    NaiveGlmLite,
+    NaiveGlmOcr,
+    NaiveHunyuan,
+    NaiveKimi,
+    NaiveLing,
+    NaiveLongcat,
+    NaiveNemotronH,
+    NaiveQwen,
+    NaiveQwenMoe,
+)
 
 
 def grouped_shapes(c, gated: bool) -> dict[str, tuple[int, ...]]:
@@ -57,9 +70,10 @@ def ernie_shapes(c):
     }
 
 
-def longcat_shapes(c):
-    d, heads, layer = c.hidden_size, c.num_attention_heads, "model.mtp.layers.0."
-    attention = {
+def latent_shapes(c) -> dict[str, tuple[int, ...]]:
+    """Of multi-head latent attention."""
+    d, heads = c.hidden_size, c.num_attention_heads
+    return {
         "q_a_proj.weight": (c.q_lora_rank, d), "q_a_layernorm.weight": (c.q_lora_rank,),
         "q_b_proj.weight": (heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.q_lora_rank),
         "kv_a_proj_with_mqa.weight": (c.kv_lora_rank + c.qk_rope_head_dim, d),
@@ -67,12 +81,79 @@ def longcat_shapes(c):
         "kv_b_proj.weight": (heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
         "o_proj.weight": (d, heads * c.v_head_dim),
     }  # fmt: skip
+
+
+def longcat_shapes(c):
+    d, layer = c.hidden_size, "model.mtp.layers.0."
     return {
         f"{layer}eh_proj.weight": (d, 2 * d),
         **norms(d, "model.mtp.norm.weight", f"{layer}enorm.m.weight", f"{layer}hnorm.m.weight"),
         **norms(d, f"{layer}input_layernorm.weight", f"{layer}post_attention_layernorm.weight"),
-        **under(f"{layer}self_attn.", attention),
+        **under(f"{layer}self_attn.", latent_shapes(c)),
         **under(f"{layer}transformer_layer.mlp.", mlp_shapes(d, c.ffn_hidden_size)),
+    }
+
+
+def behind_the_last(c, last: str, attention: dict, mlp: dict, *more: str, prefix="model.", attn="self_attn."):
+    """Of a head with DeepSeek-V3's names; `more` are norms of its layer besides the usual two."""
+    d = c.hidden_size
+    usual = ("enorm", "hnorm", "input_layernorm", "post_attention_layernorm", last, *more)
+    own = {"eh_proj.weight": (d, 2 * d), **norms(d, *(f"{name}.weight" for name in usual))}
+    return under(f"{prefix}layers.{c.num_hidden_layers}.", own | under(attn, attention) | under("mlp.", mlp))
+
+
+def expert_shapes(c, count: int, gate="gate.weight", bias="gate.e_score_correction_bias", shared="shared_experts."):
+    d, inner = c.hidden_size, c.moe_intermediate_size
+    found = {gate: (count, d), bias: (count,), **under(shared, mlp_shapes(d, inner))}
+    for i in range(count):
+        found |= under(f"experts.{i}.", mlp_shapes(d, inner))
+    return found
+
+
+def glm_lite_shapes(c):
+    return behind_the_last(c, "shared_head.norm", latent_shapes(c), expert_shapes(c, c.n_routed_experts))
+
+
+def kimi_shapes(c):
+    experts = expert_shapes(c, c.n_routed_experts)
+    return behind_the_last(c, "shared_head.norm", latent_shapes(c), experts, prefix="language_model.model.")
+
+
+def ling_shapes(c):
+    attention = latent_shapes(c) | {"g_proj.weight": (c.num_attention_heads, c.hidden_size)}
+    attention["dense.weight"] = attention.pop("o_proj.weight")
+    experts = expert_shapes(c, c.num_local_experts, bias="gate.expert_bias")
+    return behind_the_last(c, "final_layernorm", attention, experts, attn="attention.")
+
+
+def normed_heads(c) -> dict[str, tuple[int, ...]]:
+    return grouped_shapes(c, gated=False) | norms(c.head_dim, "q_norm.weight", "k_norm.weight")
+
+
+def hunyuan_shapes(c):
+    experts = expert_shapes(c, c.num_experts, "router.gate.weight", "expert_bias", "shared_mlp.")
+    return behind_the_last(c, "final_layernorm", normed_heads(c), experts)
+
+
+def glm_ocr_shapes(c):
+    d, inner = c.hidden_size, c.intermediate_size
+    mlp = {"gate_up_proj.weight": (2 * inner, d), "down_proj.weight": (d, inner)}
+    around = ("post_self_attn_layernorm", "post_mlp_layernorm")
+    attention = grouped_shapes(c, gated=False)
+    return behind_the_last(c, "shared_head.norm", attention, mlp, *around, prefix="model.language_model.")
+
+
+def exaone_shapes(c):
+    d, layer = c.hidden_size, "mtp.layers.0."
+    is_moe = c.model_type == "exaone_moe"
+    around = ("input_layernorm", "post_attention_layernorm") if is_moe else (
+        "post_attention_layernorm", "post_feedforward_layernorm")  # fmt: skip
+    return {
+        "mtp.fc.weight": (d, 2 * d),
+        **norms(d, "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"),
+        **norms(d, *(f"{layer}{name}.weight" for name in around)),
+        **under(f"{layer}self_attn.", normed_heads(c)),
+        **under(f"{layer}mlp.", mlp_shapes(d, c.intermediate_size)),
     }
 
 
@@ -99,9 +180,17 @@ def nemotron_shapes(c):
     return found
 
 
-# By the `model_type` of the target's text configuration.
+KIMI = "kimi_k25"  # a DeepSeek-V3 whose checkpoint has another prefix before its names
+# By the `model_type` of the target's text configuration, and of the one that transformers does not find the heads of.
 PUBLISHED = {
+    KIMI: (kimi_shapes, NaiveKimi),
+    "bailing_hybrid": (ling_shapes, NaiveLing),
     "ernie4_5_moe": (ernie_shapes, NaiveErnie),
+    "exaone4": (exaone_shapes, NaiveExaone4),
+    "exaone_moe": (exaone_shapes, NaiveExaoneMoe),
+    "glm4_moe_lite": (glm_lite_shapes, NaiveGlmLite),
+    "glm_ocr_text": (glm_ocr_shapes, NaiveGlmOcr),
+    "hy_v3": (hunyuan_shapes, NaiveHunyuan),
     "longcat_flash": (longcat_shapes, NaiveLongcat),
     "nemotron_h": (nemotron_shapes, NaiveNemotronH),
     "qwen3_5_moe_text": (qwen_shapes, NaiveQwenMoe),

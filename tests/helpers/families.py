@@ -313,13 +313,106 @@ def longcat_flash() -> PreTrainedModel:
     )  # fmt: skip
 
 
+# Of others with MTP heads.
+
+EXPERTS = dict(intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, num_experts_per_tok=2)
+LATENT = dict(kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+
+
+def bailing_hybrid() -> PreTrainedModel:
+    """Linear attention beside latents, whose heads have gates."""
+    return made(
+        "bailing_hybrid", **EXPERTS, **LATENT, num_key_value_heads=4, num_local_experts=4, n_group=2, topk_group=1,
+        first_k_dense_replace=1, head_dim=16, layer_types=[LINEAR, FULL, LINEAR], num_nextn_predict_layers=1,
+    )  # fmt: skip
+
+
+EXAONE4 = dict(**DENSE, head_dim=16, sliding_window=8, layer_types=[SLIDING, SLIDING, FULL, SLIDING])
+
+
+def exaone4() -> PreTrainedModel:
+    """Whose layers have norms behind attention and MLP alone."""
+    return made("exaone4", **EXAONE4)
+
+
+def exaone4_5() -> PreTrainedModel:
+    """With an encoder of images, and positions that it counts itself."""
+    text = dict(**COMMON, **EXAONE4, model_type="exaone4")
+    vision = dict(**VISION, num_key_value_heads=2, fullatt_block_indexes=[0])
+    config = transformers.Exaone4_5_Config(
+        text_config=text, vision_config=vision, num_nextn_predict_layers=1, image_token_id=64, video_token_id=65
+    )
+    return transformers.Exaone4_5_ForConditionalGeneration(config)
+
+
+def exaone_moe() -> PreTrainedModel:
+    """Whose layers without a window have no positions."""
+    return made(
+        "exaone_moe", **EXPERTS, num_key_value_heads=2, head_dim=16, num_experts=4, sliding_window=8,
+        layer_types=[SLIDING, FULL, SLIDING], num_nextn_predict_layers=1,
+    )  # fmt: skip
+
+
+def glm4_moe_lite() -> PreTrainedModel:
+    return made(
+        "glm4_moe_lite", **EXPERTS, **LATENT, num_key_value_heads=4, n_routed_experts=4, num_nextn_predict_layers=1
+    )
+
+
+def glm_ocr() -> PreTrainedModel:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [2, 3, 3]}
+    text = dict(**COMMON, **DENSE, rope_parameters=rope, num_nextn_predict_layers=1)
+    config = transformers.GlmOcrConfig(text_config=text, vision_config=VISION, image_token_id=64, video_token_id=65)
+    return transformers.GlmOcrForConditionalGeneration(config)
+
+
+def hy_v3() -> PreTrainedModel:
+    return made(
+        "hy_v3", **EXPERTS, num_key_value_heads=2, head_dim=16, num_experts=4, num_shared_experts=1,
+        num_nextn_predict_layers=1,
+    )  # fmt: skip
+
+
+def mellum() -> PreTrainedModel:
+    return made(
+        "mellum", **EXPERTS, num_key_value_heads=2, head_dim=16, num_experts=4, sliding_window=8,
+        layer_types=[SLIDING, FULL, SLIDING], num_mtp_layers=1,
+    )  # fmt: skip
+
+
+def sarvam_mla() -> PreTrainedModel:
+    return made("sarvam_mla", **EXPERTS, **LATENT, n_routed_experts=4, num_mtp_layers=1)
+
+
+def sarvam_moe() -> PreTrainedModel:
+    return made("sarvam_moe", **EXPERTS, n_routed_experts=4, num_key_value_heads=2, head_dim=16, num_mtp_layers=1)
+
+
+def step3p7() -> PreTrainedModel:
+    """With three heads, the last of which has a window."""
+    text = dict(
+        **COMMON, **EXPERTS, num_key_value_heads=2, head_dim=16, n_routed_experts=4, share_expert_dim=16,
+        sliding_window=8, num_nextn_predict_layers=3, num_sliding_attention_heads=8,
+        layer_types=[SLIDING, SLIDING, FULL] + [FULL] * 2 + [SLIDING],
+        mlp_layer_types=["dense", "sparse", "dense", "dense", "dense", "dense"],
+    )  # fmt: skip
+    vision = dict(num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, image_size=28)
+    config = transformers.Step3p7Config(text_config=text, vision_config=vision)
+    return transformers.Step3p7ForConditionalGeneration(config)
+
+
 FAMILIES = [
     deepseek_v3, deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm4_moe, glm5_next, kimi_k25, minimax_m2, qwen3,
     qwen3_next, qwen3_5, qwen3_5_moe, llama, mistral, gemma2, gemma3, gemma4, gpt_oss, muse_glimmer, granite_hybrid,
-    bamba, falcon_h1, nemotron_h,
+    bamba, falcon_h1, nemotron_h, exaone4_5,
 ]  # fmt: skip
 # As Qwen3 to everything but the mask of a draft tree.
-ALSO_MASKED = [qwen2, qwen3_moe, gemma4_unified, ernie4_5_moe, longcat_flash]
+ALSO_MASKED = [
+    qwen2, qwen3_moe, gemma4_unified, ernie4_5_moe, longcat_flash, exaone4, exaone_moe, glm4_moe_lite, glm_ocr,
+    hy_v3, mellum, step3p7,
+]  # fmt: skip
+if "sarvam_mla" in CONFIG_MAPPING:  # from 5.24 on
+    ALSO_MASKED += [sarvam_mla, sarvam_moe]
 # Whose draft trees are verified under a mask, DeepSeek-V4's apart; those of the others row by row, if at all.
 MASKED = [
     deepseek_v3, kimi_k25, glm4_moe, minimax_m2, gemma2, gemma3, gemma4, gpt_oss, llama, mistral, muse_glimmer, qwen3,
@@ -332,4 +425,7 @@ if REWINDABLE_QWEN4:
     FAMILIES += [qwen4_exp, qwen4_exp_multimodal]
 if hasattr(transformers, "HYV4VLConfig"):  # from 5.24 on
     FAMILIES.append(hunyuan_v4_multimodal)
-LATER = {"qwen4_exp_text", "hy_v4_vl_text"}  # the `model_type`s, of text parts, of what is not always in the list
+if "bailing_hybrid" in CONFIG_MAPPING:  # from 5.20 on
+    FAMILIES.append(bailing_hybrid)
+# The `model_type`s, of text parts, of what is not always in the list.
+LATER = {"qwen4_exp_text", "hy_v4_vl_text", "bailing_hybrid", "sarvam_mla", "sarvam_moe"}

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_hyperdflash import load_target
 
 from . import families
-from .dropped_mtp import PUBLISHED
+from .dropped_mtp import KIMI, PUBLISHED
 
 Tensors = dict[str, torch.Tensor]
 
@@ -67,37 +67,6 @@ def apart(stored: Tensors, last: int, count: int) -> Tensors:
     return own | {"mtp.fc.weight": torch.ones(width, 2 * width)}
 
 
-def mellum() -> PreTrainedModel:
-    kinds = [families.SLIDING, families.FULL, families.SLIDING]
-    return families.made(
-        "mellum", **EXPERTS, num_key_value_heads=2, head_dim=16, num_experts=4, sliding_window=8, layer_types=kinds,
-        num_mtp_layers=1,
-    )  # fmt: skip
-
-
-def sarvam_mla() -> PreTrainedModel:
-    own = dict(n_routed_experts=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8)
-    return families.made("sarvam_mla", **EXPERTS, **own, v_head_dim=16, num_mtp_layers=1)
-
-
-def sarvam_moe() -> PreTrainedModel:
-    own = dict(n_routed_experts=4, num_key_value_heads=2, head_dim=16)
-    return families.made("sarvam_moe", **EXPERTS, **own, num_mtp_layers=1)
-
-
-def step3p7() -> PreTrainedModel:
-    """With three heads, the last of which has a window."""
-    text = dict(
-        **families.COMMON, **EXPERTS, num_key_value_heads=2, head_dim=16, n_routed_experts=4, share_expert_dim=16,
-        sliding_window=8, num_nextn_predict_layers=3, num_sliding_attention_heads=8,
-        layer_types=[families.SLIDING, families.SLIDING, families.FULL] + [families.FULL] * 2 + [families.SLIDING],
-        mlp_layer_types=["dense", "sparse", "dense", "dense", "dense", "dense"],
-    )  # fmt: skip
-    vision = dict(num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, image_size=28)
-    config = transformers.Step3p7Config(text_config=text, vision_config=vision)
-    return transformers.Step3p7ForConditionalGeneration(config)
-
-
 def qwen3_5() -> PreTrainedModel:
     """With an encoder of images, as all that are released."""
     config = transformers.Qwen3_5Config(text_config=families.qwen3_5().config, vision_config=families.VISION)
@@ -111,16 +80,22 @@ def nemotron_h() -> PreTrainedModel:
     return type(target)(type(target.config).from_dict(fields))
 
 
-EXPERTS = dict(intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, num_experts_per_tok=2)
-# A row for each row of `drafters.mtp.families.FAMILIES`.
+# A row for each row of `drafters.mtp.families.FAMILIES`, and one of a name that has none.
 CARRIERS: dict[str, Carrier] = {
     "deepseek_v3": Carrier(families.deepseek_v3, behind_the_last),
     "glm4_moe": Carrier(families.glm4_moe, behind_the_last),
-    "mellum": Carrier(mellum, apart),
-    "sarvam_mla": Carrier(sarvam_mla, behind_the_last),
-    "sarvam_moe": Carrier(sarvam_moe, behind_the_last),
-    "step3p5": Carrier(step3p7, behind_the_last, 3),
+    KIMI: Carrier(families.kimi_k25),
+    "mellum": Carrier(families.mellum, apart),
+    "sarvam_mla": Carrier(families.sarvam_mla, behind_the_last),
+    "sarvam_moe": Carrier(families.sarvam_moe, behind_the_last),
+    "step3p5": Carrier(families.step3p7, behind_the_last, 3),
+    "bailing_hybrid": Carrier(families.bailing_hybrid),
     "ernie4_5_moe": Carrier(families.ernie4_5_moe),
+    "exaone4": Carrier(families.exaone4_5),
+    "exaone_moe": Carrier(families.exaone_moe),
+    "glm4_moe_lite": Carrier(families.glm4_moe_lite),
+    "glm_ocr_text": Carrier(families.glm_ocr),
+    "hy_v3": Carrier(families.hy_v3),
     "longcat_flash": Carrier(families.longcat_flash),
     "nemotron_h": Carrier(nemotron_h),
     "qwen3_5_moe_text": Carrier(families.qwen3_5_moe),
@@ -155,6 +130,9 @@ def write(family: str, folder: Path) -> Path:
         (own.norm if hasattr(own, "norm") else own.norm_f).weight.add_(0.3 * torch.randn(64))
     target.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
+    # transformers saves a Kimi's layers by another name than it is released with.
+    stored = {name.replace("language_model.model.blocks.", "language_model.model.layers."): value
+              for name, value in stored.items()}  # fmt: skip
     (folder / "model.safetensors").unlink()
     config = target.config.get_text_config()
     if carrier.heads is None:

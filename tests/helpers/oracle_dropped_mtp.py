@@ -2,9 +2,10 @@
 their publishers release and nothing else.
 
 Read for what is written out here: NVIDIA's NeMo Automodel (`nemotron_v3/mtp.py`, `qwen3_5/model.py`), Baidu's
-FastDeploy (`ernie4_5_mtp.py`), Meituan's head in SGLang (`longcat_flash_nextn.py`), and vLLM's `*_mtp.py` beside each.
-All heads read the target's state after its final norm, and hand on what they norm for the LM head. ERNIE's has no norm
-for that and takes the target's, as in FastDeploy; vLLM leaves it out.
+FastDeploy (`ernie4_5_mtp.py`), Meituan's head in SGLang (`longcat_flash_nextn.py`), and vLLM's `*_mtp.py` beside each
+and of EXAONE, GLM, Hunyuan and Ling. All heads read the target's state after its final norm, and hand on what they
+norm for the LM head; GLM's do so in transformers and SGLang, while vLLM's hand on what is before that norm. ERNIE's
+has no norm for that and takes the target's, as in FastDeploy; vLLM leaves it out.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class NaiveHead:
         "out": "mtp.norm.weight",
     }
     centre = 0.0  # what is added to a norm's weight
+    window = 2**20  # entries that one sees, itself included
 
     def __init__(self, tensors, config, target):
         self.w = {name: tensor.double() for name, tensor in tensors.items()}
@@ -119,9 +121,9 @@ class NaiveHead:
         for i, query in enumerate(queries):
             query = self.rotated(self.head_norm(query, "q_norm"), position)
             group = i * config.num_key_value_heads // config.num_attention_heads
-            scores = torch.stack([query @ keys[group] / math.sqrt(dim) for keys, _ in self.seen])
-            weights = torch.softmax(scores, dim=0)
-            heads.append(sum(weight * values[group] for weight, (_, values) in zip(weights, self.seen)))
+            seen = self.seen[-self.window :]
+            weights = torch.softmax(torch.stack([query @ keys[group] / math.sqrt(dim) for keys, _ in seen]), dim=0)
+            heads.append(sum(weight * values[group] for weight, (_, values) in zip(weights, seen)))
         out = torch.cat(heads)
         return self.linear(out if gates is None else out * torch.sigmoid(gates.flatten()), self.attn + "o_proj")
 
@@ -193,7 +195,38 @@ def rotated_pairs(x, position, theta):
     return turned
 
 
-class NaiveLongcat(NaiveHead):
+class NaiveLatent(NaiveHead):
+    """With a multi-head latent attention."""
+
+    last_projection = "o_proj"
+
+    def scaled(self, latent):
+        return latent
+
+    def attention(self, x, position):
+        c, place = self.config, self.attn
+        theta, dim = c.rope_parameters["rope_theta"], c.qk_nope_head_dim + c.qk_rope_head_dim
+        latent = self.norm(self.linear(x, place + "q_a_proj"), place + "q_a_layernorm.weight", eps=1e-6)
+        queries = self.scaled(self.linear(latent, place + "q_b_proj")).view(c.num_attention_heads, dim)
+        latent, key = self.linear(x, place + "kv_a_proj_with_mqa").split([c.kv_lora_rank, c.qk_rope_head_dim])
+        latent = self.scaled(self.norm(latent, place + "kv_a_layernorm.weight", eps=1e-6))
+        known = self.linear(latent, place + "kv_b_proj").view(c.num_attention_heads, -1)
+        self.seen.append((known, rotated_pairs(key, position, theta)))
+        gates, heads = self.gates_of_heads(x), []
+        for i, query in enumerate(queries):
+            plain, turned = query.split([c.qk_nope_head_dim, c.qk_rope_head_dim])
+            turned = rotated_pairs(turned, position, theta)
+            scores = [plain @ known[i, : c.qk_nope_head_dim] + turned @ key for known, key in self.seen]
+            weights = torch.softmax(torch.stack(scores) / math.sqrt(dim), dim=0)
+            read = sum(w * known[i, c.qk_nope_head_dim :] for w, (known, _) in zip(weights, self.seen))
+            heads.append(gates[i] * read)
+        return self.linear(torch.cat(heads), place + self.last_projection)
+
+    def gates_of_heads(self, x):
+        return torch.ones(self.config.num_attention_heads)
+
+
+class NaiveLongcat(NaiveLatent):
     """LongCat-Flash's: one multi-head latent attention, whose latents are scaled, and one MLP."""
 
     layer = "model.mtp.layers.0."
@@ -208,25 +241,119 @@ class NaiveLongcat(NaiveHead):
     def ffn(self):
         return self.layer + "transformer_layer.mlp."
 
-    def attention(self, x, position):
-        c, place = self.config, self.attn
-        theta, dim = c.rope_parameters["rope_theta"], c.qk_nope_head_dim + c.qk_rope_head_dim
-        latent = self.norm(self.linear(x, place + "q_a_proj"), place + "q_a_layernorm.weight", eps=1e-6)
-        queries = self.linear(latent, place + "q_b_proj").view(c.num_attention_heads, dim)
-        queries = queries * math.sqrt(c.hidden_size / c.q_lora_rank)
-        latent, key = self.linear(x, place + "kv_a_proj_with_mqa").split([c.kv_lora_rank, c.qk_rope_head_dim])
-        latent = self.norm(latent, place + "kv_a_layernorm.weight", eps=1e-6)
-        latent = latent * math.sqrt(c.hidden_size / c.kv_lora_rank)
-        known = self.linear(latent, place + "kv_b_proj").view(c.num_attention_heads, -1)
-        self.seen.append((known, rotated_pairs(key, position, theta)))
-        heads = []
-        for i, query in enumerate(queries):
-            plain, turned = query.split([c.qk_nope_head_dim, c.qk_rope_head_dim])
-            turned = rotated_pairs(turned, position, theta)
-            scores = [plain @ known[i, : c.qk_nope_head_dim] + turned @ key for known, key in self.seen]
-            weights = torch.softmax(torch.stack(scores) / math.sqrt(dim), dim=0)
-            heads.append(sum(w * known[i, c.qk_nope_head_dim :] for w, (known, _) in zip(weights, self.seen)))
-        return self.linear(torch.cat(heads), place + "o_proj")
+    def scaled(self, latent):
+        assert self.config.q_lora_rank == self.config.kv_lora_rank
+        return latent * math.sqrt(self.config.hidden_size / self.config.kv_lora_rank)
+
+
+class NaiveBehind(NaiveHead):
+    """With DeepSeek-V3's names: a layer behind the target's last one."""
+
+    before, last = "model.", "shared_head.norm"
+
+    def __init__(self, tensors, config, target):
+        self.layer = f"{self.before}layers.{config.num_hidden_layers}."
+        names = {"embedding": "enorm", "hidden": "hnorm", "projection": "eh_proj", "out": self.last}
+        self.fusion = {part: f"{self.layer}{name}.weight" for part, name in names.items()}
+        super().__init__(tensors, config, target)
+
+
+class NaiveChosenExperts(NaiveHead):
+    """With experts that are chosen by a biased score, from the best groups of them, and one for all."""
+
+    gate, bias, shared = "gate.weight", "gate.e_score_correction_bias", "shared_experts."
+
+    @property
+    def scale(self):
+        return self.config.routed_scaling_factor
+
+    def mlp(self, x):
+        c, groups = self.config, getattr(self.config, "n_group", 1)
+        scores = torch.sigmoid(self.w[self.ffn + self.gate] @ x)
+        grouped = (scores + self.w[self.ffn + self.bias]).view(groups, -1)
+        best = grouped.topk(2).values.sum(dim=-1).topk(getattr(c, "topk_group", 1)).indices
+        allowed = torch.full_like(grouped, -math.inf)
+        allowed[best] = grouped[best]
+        chosen = allowed.flatten().topk(c.num_experts_per_tok).indices
+        shares = scores[chosen] / scores[chosen].sum() * self.scale
+        out = sum(s * self.swiglu(x, f"{self.ffn}experts.{i}.") for s, i in zip(shares, chosen.tolist()))
+        return out + self.swiglu(x, self.ffn + self.shared)
+
+
+class NaiveGlmLite(NaiveChosenExperts, NaiveLatent, NaiveBehind):
+    """GLM-4.7-Flash's."""
+
+
+class NaiveKimi(NaiveGlmLite):
+    """Kimi-K2.5's: DeepSeek-V3's behind another prefix."""
+
+    before = "language_model.model."
+
+
+class NaiveLing(NaiveChosenExperts, NaiveLatent, NaiveBehind):
+    """Ling 3's: what each head of its attention reads has a gate."""
+
+    last, last_projection, bias = "final_layernorm", "dense", "gate.expert_bias"
+
+    @property
+    def attn(self):
+        return self.layer + "attention."
+
+    def gates_of_heads(self, x):
+        return torch.sigmoid(self.linear(x, self.attn + "g_proj"))
+
+
+class NaiveHunyuan(NaiveChosenExperts, NaiveBehind):
+    """Hunyuan V3's: attention with normed heads."""
+
+    last = "final_layernorm"
+    gate, bias, shared = "router.gate.weight", "expert_bias", "shared_mlp."
+
+    @property
+    def scale(self):
+        return self.config.router_scaling_factor
+
+    def head_norm(self, x, name):
+        return self.norm(x, f"{self.attn}{name}.weight")
+
+
+class NaiveGlmOcr(NaiveBehind):
+    """GLM-OCR's: norms before and behind attention and MLP, rotary positions of consecutive channels."""
+
+    before = "model.language_model."
+
+    def rotated(self, x, position):
+        return rotated_pairs(x, position, self.config.rope_parameters["rope_theta"])
+
+    def block(self, x, position):
+        read = self.attention(self.norm(x, self.layer + "input_layernorm.weight"), position)
+        x = x + self.norm(read, self.layer + "post_self_attn_layernorm.weight")
+        made = self.mlp(self.norm(x, self.layer + "post_attention_layernorm.weight"))
+        return x + self.norm(made, self.layer + "post_mlp_layernorm.weight")
+
+    def mlp(self, x):
+        gate, up = self.linear(x, self.ffn + "gate_up_proj").chunk(2)
+        return self.linear(gate * torch.sigmoid(gate) * up, self.ffn + "down_proj")
+
+
+class NaiveExaoneMoe(NaiveHead):
+    """K-EXAONE's: attention with normed heads, the window of the target's first layer and no experts."""
+
+    def __init__(self, tensors, config, target):
+        super().__init__(tensors, config, target)
+        kind = (getattr(config, "mtp_layer_types", None) or config.layer_types)[0]
+        self.window = config.sliding_window if kind == "sliding_attention" else self.window
+
+    def head_norm(self, x, name):
+        return self.norm(x, f"{self.attn}{name}.weight")
+
+
+class NaiveExaone4(NaiveExaoneMoe):
+    """EXAONE 4.5's: norms behind attention and MLP alone."""
+
+    def block(self, x, position):
+        x = x + self.norm(self.attention(x, position), self.layer + "post_attention_layernorm.weight")
+        return x + self.norm(self.mlp(x), self.layer + "post_feedforward_layernorm.weight")
 
 
 class NaiveNemotronH(NaiveHead):

@@ -138,7 +138,7 @@ MISTAKES: list[tuple[str, int, tuple[str, ...]]] = [
     # Kinds that a command is not for
     *((command, 1, SAVED_KINDS) for command in ("card zlab", "push target org/name")),
     *((f"export {name} out", 1, ("HyperDFlash",)) for name in ("mtp", "zlab", "target")),
-    (f"{TRAIN} --drafter target", 1, ("EAGLE-3", "DSpark")),
+    (f"{TRAIN} --drafter configured", 1, ("'llama'", "a drafter")),
     (f"{TRAIN} --drafter zlab", 1, ("zlab", "weights")),
     (f"{CALIBRATE} mtp", 1, ("mtp", "MTP", "HyperDFlash")),
     *((f"{CALIBRATE} {name}", 1, ("`confidence_head`", "False")) for name in ("blind", "eagle3")),
@@ -160,7 +160,15 @@ MISTAKES: list[tuple[str, int, tuple[str, ...]]] = [
     # What one asks
     (f"generate {PAIR} ' '", 1, ("prompt", "empty")),
     (f"generate {PAIR} --adapter empty hi", 1, ("empty", "adapter_config.json")),
-    ("generate --target target --drafter prompt-lookup --adapter adapter hi", 1, ("--adapter", "prompt-lookup")),
+    *((f"{command} --adapter adapter", 1, ("--adapter", "prompt-lookup"))
+      for command in ("generate --target target --drafter prompt-lookup hi",
+                      "doctor --target target --drafter prompt-lookup", f"{COMPARE} --drafter prompt-lookup")),
+    *((f"{command} --adapter empty", 1, ("empty", "adapter_config.json"))
+      for command in (f"doctor {PAIR}", f"{COMPARE} --drafter drafter", "push drafter org/name", "export flat out")),
+    *((f"{COMPARE} {given} --adapter adapter", 1, ("--adapter", "adaptive"))
+      for given in ("--mtp 1", '--drafter "X (4, adaptive)=drafter"')),
+    (f"doctor {PAIR} --endpoint http://a --adapter adapter", 1, ("`--adapter`", "`--endpoint`")),
+    (f"{COMPARE} --endpoint http://a --adapter adapter", 1, ("`--adapter`", "`--endpoint`")),
     (f"generate {PAIR}", 2, ("'prompt'", "What to ask")),
     ("generate --target target hi", 2, ("'--drafter'", "prompt-lookup")),
     ("generalize", 2, ("'generalize'",)),

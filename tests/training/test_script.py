@@ -38,10 +38,12 @@ from hf_hyperdflash.training.runs.progress import format_entry
 from hf_hyperdflash.training.script import _quiet_output, main, make_parser
 
 from ..conftest import MODELS, mostly_nightly
+from ..helpers import mtp_targets
 from ..helpers.gguf_files import chatting_llama
 from ..helpers.headed_drafters import headless
 from ..helpers.processes import python
 from ..helpers.refusals import Refusal
+from ..helpers.tokenizers import characters
 
 TARGET, SHIPPED = str(MODELS / "tiny-deepseek-v4"), MODELS / "tiny-deepseek-v4-hyperdflash"
 
@@ -336,6 +338,25 @@ def test_somebody_elses_drafter_is_trained_on(train, tmp_path, dense_pair):
     trained = load_drafter(train(drafter=tmp_path / "theirs", layers=None, target=dense_pair[0]))
     assert not torch.equal(trained.fc.weight, drafter.fc.weight)
     assert trained.config.target_name_or_path == dense_pair[0].name and trained.config.target_model_type == "qwen3"
+
+
+@pytest.mark.parametrize("own", mostly_nightly(["deepseek_v4", "deepseek_v3", "qwen3_next"]))
+def test_the_heads_in_a_targets_checkpoint_are_trained_on(train, tmp_path, own):
+    """By the name of the target; what is saved has them alone, and goes on as others do."""
+    folder, known = TARGET, chats(6)
+    if own != "deepseek_v4":
+        folder, known = str(mtp_targets.write(own, tmp_path / "target")), [{"input_ids": [*range(2, 40)]}] * 6
+        characters().save_pretrained(folder)
+        known = [row | {"loss_mask": [False] * 8 + [True] * 30} for row in known]
+    how = dict(target=folder, drafter=folder, layers=None, eval_prompts=0, save_dtype="float32", learning_rate=1e-3)
+    trained, before = load_drafter(out := train(known, **how)), load_drafter(folder, dtype=torch.float32)
+    changed = [
+        name for name, value in before.state_dict().items() if not torch.equal(trained.state_dict()[name], value)
+    ]
+    assert type(trained) is type(before) and len(changed) > 5
+    assert settings_of(out)["drafter"] == Path(folder).name
+    again = load_drafter(train(known, out="more", **how | {"drafter": out}))
+    assert type(again) is type(before)
 
 
 @pytest.mark.nightly  # a target of 49,152 tokens is trained for

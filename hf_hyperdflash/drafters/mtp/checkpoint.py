@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from ...targets.registry import target_of
 from ..deepseek_v4.checkpoint import CheckpointTensors
 from ..weights import HubOptions, check_source
-from .families import FAMILIES, REFUSED
+from .families import AROUND, FAMILIES, REFUSED, text_config_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,7 +57,7 @@ def carries_heads(fields: Mapping[str, Any]) -> bool:
     """Return whether a config.json is of a target of a family with MTP heads, even if [`heads_in`] refuses it."""
     text = fields.get("text_config")
     kinds = fields.get("model_type"), text.get("model_type") if isinstance(text, dict) else None
-    return not (FAMILIES | REFUSED).keys().isdisjoint(kinds)
+    return not {*FAMILIES, *REFUSED, *AROUND}.isdisjoint(kinds)
 
 
 def heads_in(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[HubOptions]) -> tuple[Any, HeadTensors]:
@@ -75,7 +75,7 @@ def heads_in(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[HubOptio
         check_source(target, "target")
         name = str(target)
         config = AutoConfig.from_pretrained(name, **hub_kwargs)
-    own = config.get_text_config(decoder=True)
+    own = text_config_of(config)
     if own.model_type in REFUSED:
         raise ValueError(
             f"{name} is a {own.model_type} model, whose MTP head is not read: {REFUSED[own.model_type]}. "

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ..configuration import SPECIAL_TOKENS, WithCode
-from .families import FAMILIES, MTPFamily
+from .families import FAMILIES, MTPFamily, text_config_of
 
 _REPEATED = 4  # how often a single head is run in a round where nobody says it
 _FROM_TARGET = ("architectures", "auto_map", "transformers_version", "quantization_config", "torch_dtype", "dtype")
@@ -107,7 +107,7 @@ class MTPConfig(WithCode, PreTrainedConfig):
     @classmethod
     def from_target_config(cls, config: PreTrainedConfig, **fields: Any) -> MTPConfig:
         """Build the configuration of the heads in a target's checkpoint from the target's."""
-        own = config.get_text_config(decoder=True)
+        own = text_config_of(config)
         told = {name: value for name, value in own.to_dict().items() if name not in _FROM_TARGET}
         names = {"target_name_or_path": config._name_or_path}
         names["target_revision"] = getattr(config, "_commit_hash", None) or ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,15 @@ def heads_of(config: PreTrainedConfig) -> int:
     """Return the number of heads by the field that DeepSeek-V3 gave its name; 0 for none."""
     names = ("num_mtp_layers", "num_nextn_predict_layers")
     return next((int(getattr(config, name)) for name in names if getattr(config, name, None)), 0)
+
+
+def text_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a target's text configuration. EXAONE 4.5 says beside it how many heads there are."""
+    own = config.get_text_config(decoder=True)
+    if not heads_of(own) and (count := heads_of(config)):
+        own = copy.deepcopy(own)
+        own.num_nextn_predict_layers = count
+    return own
 
 
 def layers_by_transformers(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -56,6 +66,28 @@ def heads_of_nemotron(config: PreTrainedConfig) -> int:
     return heads
 
 
+def of_one_kind(**kinds: str) -> Callable[[PreTrainedConfig], PreTrainedConfig]:
+    """Return a function that gives a target's configuration a layer for each head, all of these kinds."""
+
+    def changed(config: PreTrainedConfig) -> PreTrainedConfig:
+        config.num_hidden_layers = heads_of(config)
+        for name, kind in kinds.items():
+            setattr(config, name, [kind] * config.num_hidden_layers)
+        return config
+
+    return changed
+
+
+def layer_of_exaone(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of the layer of an EXAONE's head: without experts, and with the attention of the
+    target's first layer where nothing else is said. Unlike the target's it has positions where it sees all."""
+    kinds = (getattr(config, "mtp_layer_types", None) or config.layer_types)[:1]
+    config.num_hidden_layers, config.layer_types, config.mlp_layer_types = 1, kinds, ["dense"]
+    if kinds == ["full_attention"]:
+        config.sliding_window = None
+    return config
+
+
 def with_layers(**fields: Any) -> Callable[[PreTrainedConfig], PreTrainedConfig]:
     """Return a function that gives a target's configuration these fields, which say what the heads' layers are where
     they are not as the target's last one; of a name the field of that name."""
@@ -86,14 +118,19 @@ class HalfLongcatLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-# Names of DeepSeek-V3: the heads are layers behind the target's last one.
-_DEEPSEEK = {
-    "layers.{layer}.enorm.": "enorm.",
-    "layers.{layer}.hnorm.": "hnorm.",
-    "layers.{layer}.eh_proj.": "eh_proj.",
-    "layers.{layer}.shared_head.norm.": "norm.",
-    "layers.{layer}.": "layers.0.",
-}
+def behind_the_last(norm: str) -> dict[str, str]:
+    """Return DeepSeek-V3's names: the heads are layers behind the target's last one. `norm` is that before the LM
+    head."""
+    return {
+        "layers.{layer}.enorm.": "enorm.",
+        "layers.{layer}.hnorm.": "hnorm.",
+        "layers.{layer}.eh_proj.": "eh_proj.",
+        f"layers.{{layer}}.{norm}.": "norm.",
+        "layers.{layer}.": "layers.0.",
+    }
+
+
+_DEEPSEEK, _LING = behind_the_last("shared_head.norm"), behind_the_last("final_layernorm")
 # Names of Qwen3-Next and others: one head, part by part.
 _APART = {
     "mtp.pre_fc_norm_embedding.": "enorm.",
@@ -160,7 +197,7 @@ class MTPFamily:
 
     names: Mapping[str, str]
     prefix: str = "model."
-    not_own: tuple[str, ...] = ("embed_tokens.", "shared_head.head.")
+    not_own: tuple[str, ...] = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
     conversions: str = ""
     heads: Callable[[PreTrainedConfig], int] = heads_of
     layer_config: Callable[[PreTrainedConfig], PreTrainedConfig] = layers_by_transformers
@@ -224,11 +261,19 @@ _QWEN = MTPFamily(
 # heads, or with the publisher's forward where it has none. A target whose checkpoint has no such tensors is refused by
 # name before weights are read.
 FAMILIES: dict[str, MTPFamily] = {
+    "bailing_hybrid": MTPFamily(  # Ling 3
+        _LING, layer_config=of_one_kind(layer_types="full_attention", mlp_layer_types="sparse")
+    ),
     "deepseek_v3": MTPFamily(_DEEPSEEK),  # Kimi-K2 and the text part of Kimi-K2.5, too
     "ernie4_5_moe": MTPFamily(
         _ERNIE, layer_config=with_layers(num_hidden_layers=1, moe_layer_start_index=1, moe_layer_end_index=1)
     ),
+    "exaone4": MTPFamily(_APART, prefix="", layer_config=layer_of_exaone),  # the text part of EXAONE 4.5
+    "exaone_moe": MTPFamily(_APART, prefix="", layer_config=layer_of_exaone),
     "glm4_moe": MTPFamily(_DEEPSEEK),
+    "glm4_moe_lite": MTPFamily(_DEEPSEEK, layer_config=of_one_kind(mlp_layer_types="sparse")),
+    "glm_ocr_text": MTPFamily(_DEEPSEEK, prefix="model.language_model.", layer_config=of_one_kind()),
+    "hy_v3": MTPFamily(_LING, layer_config=of_one_kind(mlp_layer_types="sparse")),
     "longcat_flash": MTPFamily(
         _LONGCAT,
         heads=lambda config: 1,
@@ -253,9 +298,18 @@ FAMILIES: dict[str, MTPFamily] = {
     ),
 }
 # Families whose checkpoints have such tensors, too, but whose drafts would not be their publishers', and why.
+_INDEXED = "its attention sees tokens that an indexer chooses, and only full and sliding attention drafts here"
 REFUSED = {
+    **dict.fromkeys(
+        ("deepseek_v32", "glm5_next_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text", "minimax_m3_vl_text"), _INDEXED
+    ),
+    "dots3_note_text": "it embeds tokens by a table of its own, and with the target's is drafted here",
+    "granite_docling_text": "how it computes is not published",
+    "inkling_text": "its layers have convolutions over the tokens before, of which only keys and values are kept here",
     "mimo_v2_flash": "SGLang gives its heads the target's states before the final norm and vLLM those after it, and "
     "which of them they were trained with is not published",
-    "minimax_m3_vl_text": "its attention sees blocks of tokens that an indexer chooses, and only full and sliding "
-    "attention is drafted with here",
+    "mistral_large4_text": "it is a DSpark drafter (`mtp_dspark`) whose layout is not published",
+    "qwen4_exp_text": "it reads and hands on several residual streams, and heads of one are drafted with here",
 }
+# Multimodal models whose text configuration has another `model_type`, or none, in a checkpoint's config.json.
+AROUND = frozenset({"exaone4_5", "inkling_mm_model", "kimi_k25"})

@@ -20,6 +20,8 @@ _MODULE_OF = {
     "capture_residual": "targets.registry",
     "Drafter": "drafters.base",
     "Observer": "drafters.base",
+    "GrammarProcessor": "grammars.processor",
+    "AfterReasoning": "grammars.reasoning",
     "PromptLookupDrafter": "drafters.without_weights.prompt_lookup",
     "AcceptanceCallback": "training.acceptance",
     "measure_acceptance": "training.acceptance",

@@ -21,6 +21,7 @@ from ..auto.policies import MAX_AUTO_NODES, DraftingStats
 from ..drafters.adapters import BASE, check_adapter, using
 from ..drafters.base import AUTO, Drafter, Observer
 from ..drafters.sampling import DraftRequest, DraftSampler
+from ..grammars.processor import grammar_of
 from ..targets.caches.name import CACHE
 from ..targets.caches.round_cache import layers_with_keys
 from ..targets.hooks import OPEN_FORWARDS
@@ -285,6 +286,9 @@ class Request:
                 "first."
             )
         check_tree_budget(self.tree_budget)
+        for processor in self.arguments.get("logits_processor") or ():
+            if (grammar := grammar_of(processor)) is not None:
+                grammar.check(1 if self.ids is None else len(self.ids), self.target.config.vocab_size)
         if cache is not None:
             check_layers_agree(self.target, cache)
         if self.other_way in _WITHOUT_DRAFTS or (assistant is None and self.other_way in (None, "dola_layers")):

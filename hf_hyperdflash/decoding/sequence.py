@@ -71,6 +71,7 @@ class Sequence:
         self.streamer: BaseStreamer | None = request.arguments.get("streamer")
         self.processor, self.stopping = row.processors, Stopping(row.criteria)
         self.sampler = DraftSampler(row.processors, bool(config.do_sample))
+        self.grammars = self.sampler.grammars
         observer = drafter.observer
         with self.pair.adapted():
             self.observer = None if observer is None else observer.begin(target.model, self.sampler.do_sample)
@@ -188,6 +189,8 @@ class Sequence:
             steps = self._walk(tree, logits, round_, outputs)
         for token, node in steps:
             self.tokens.append(token)
+            for grammar in self.grammars:
+                grammar.accept(token)
             path += [] if node is None else [node]
             self.stats.add_token(tree, node)
             if self.streamer is not None:

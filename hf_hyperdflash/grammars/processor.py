@@ -1,0 +1,213 @@
+"""A logits processor with a state that may run on drafts: each text, and each path of drafts after it, has its own.
+
+Drafts branch off the text, and some are rejected. So a state is a value of its own, which is copied before it goes on
+with a draft ([`GrammarState`]), and a text keeps those of its paths until it has gone on itself ([`Place`]).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from transformers import LogitsProcessor
+
+from .states import GrammarState, checked_mask, grammars_of, state_of
+
+_REMEMBERED = 128  # texts of the last calls, which the next one may go on with
+
+
+class Place:
+    """Where a text, or a path of drafts after it, is in its grammar. What was asked for once is kept.
+
+    Args:
+        state: There; `None` behind a token that the grammar does not allow.
+        vocab_size: The target's.
+    """
+
+    def __init__(self, state: GrammarState | None, vocab_size: int) -> None:
+        self.state, self.vocab_size = state, vocab_size
+        self._after: dict[int, Place] = {}
+
+    @cached_property
+    def forbidden(self) -> torch.Tensor | None:
+        """Which tokens may not come next, boolean `[vocab_size]`; `None` if all may."""
+        allowed = None if self.state is None else checked_mask(self.state, self.vocab_size)
+        return None if allowed is None else allowed.logical_not()
+
+    def after(self, token: int) -> Place:
+        """Return the place behind one more token."""
+        if token not in self._after:
+            state = None
+            if self.state is not None and (self.forbidden is None or not self.forbidden[token]):
+                state = self.state.fork()
+                state.advance(token)
+            self._after[token] = Place(state, self.vocab_size)
+        return self._after[token]
+
+    @cached_property
+    def forced(self) -> int | None:
+        """The only token that may come next; `None` if there are several."""
+        if self.forbidden is None:
+            return None
+        allowed = self.forbidden.numpy()
+        count = self.vocab_size - int(allowed.sum())
+        return int(allowed.argmin()) if count == 1 else None
+
+
+def masked(places: Sequence[Place], scores: torch.Tensor) -> torch.Tensor:
+    """Return scores `[places, config.vocab_size]`, with minus infinity for what each place forbids."""
+    forbidden = [place.forbidden for place in places]
+    known = next((each for each in forbidden if each is not None), None)
+    if known is None:
+        return scores
+    if len(forbidden) > 1:
+        known = torch.stack([torch.zeros_like(known) if each is None else each for each in forbidden])
+    return scores.masked_fill(known.to(scores.device), -torch.inf)
+
+
+class TextGrammar(LogitsProcessor):
+    """The grammar of one text: a logits processor of what is written, and of drafts behind it.
+
+    Args:
+        ids: The prompt `[seq]`, on the CPU.
+        place: Where it ends in its grammar.
+        number: Which grammar of its processor it is.
+    """
+
+    def __init__(self, ids: torch.Tensor, place: Place, number: int) -> None:
+        self.ids, self.place, self.number = ids, place, number
+        self.written: list[int] = []
+
+    def accept(self, token: int) -> None:
+        """Go on with a token that the target wrote."""
+        self.place = self.place.after(token)
+        self.written.append(token)
+
+    def masked(self, paths: Iterable[Iterable[int]], scores: torch.Tensor) -> torch.Tensor:
+        """Return scores `[paths, config.vocab_size]` as the grammar leaves them after the text and each path.
+
+        Raises:
+            ValueError: If the target wrote what the grammar does not allow.
+        """
+        if self.place.state is None:
+            raise ValueError(
+                f"The target wrote the token {self.written[-1]}, expected one that the grammar allows: another logits "
+                "processor forbids all of those. Leave that one out."
+            )
+        return masked([self._place_after(path) for path in paths], scores)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return scores `[1, config.vocab_size]` as the grammar leaves them after what is written."""
+        return cast(torch.FloatTensor, self.masked([()], scores))
+
+    def forced_tokens(self, limit: int, ends: Iterable[int]) -> list[int]:
+        """Return the tokens that must follow the text, `limit` at most: the grammar allows no others. The last one may
+        be one of `ends`, which end the text."""
+        tokens: list[int] = []
+        place = self.place
+        while len(tokens) < limit and place.forced is not None:
+            tokens.append(place.forced)
+            if tokens[-1] in ends:
+                break
+            place = place.after(tokens[-1])
+        return tokens
+
+    def place_of(self, ids: torch.Tensor) -> Place | None:
+        """Return where `ids`, `[seq]`, end in the grammar if they are this text, or it and one more token."""
+        count = len(self.ids)
+        end = count + len(self.written)
+        if len(ids) not in (end, end + 1) or ids[count:end].tolist() != self.written:
+            return None
+        if not torch.equal(ids[:count], self.ids):
+            return None
+        return self.place if len(ids) == end else self.place.after(int(ids[-1]))
+
+    def _place_after(self, path: Iterable[int]) -> Place:
+        place = self.place
+        for token in path:
+            place = place.after(token)
+        return place
+
+
+class GrammarProcessor(LogitsProcessor):
+    """A logits processor that lets a target write what a grammar allows, with a drafter and without.
+
+    ```python
+    target.generate(**inputs, assistant_model=drafter, logits_processor=[GrammarProcessor(compiled_grammar)])
+    ```
+
+    Drafts follow the grammar, too. Text and distribution are those of plain decoding with the same processor. It may
+    be used for any number of calls: each begins the grammar anew, unless its prompt is what an earlier one wrote.
+
+    Args:
+        grammar: An xgrammar `CompiledGrammar`, an llguidance `LLMatcher`, an outlines-core `Index`, an
+            [`~grammars.reasoning.AfterReasoning`], or a state of your own ([`~grammars.states.GrammarState`]); or a
+            list with one for each prompt.
+
+    Raises:
+        ValueError: If it is none of these, or has ended or failed already.
+    """
+
+    def __init__(self, grammar: Any) -> None:
+        grammars = list(grammar) if isinstance(grammar, (list, tuple)) else [grammar]
+        if not grammars:
+            raise ValueError("`grammar` is an empty list, expected a grammar for each prompt, or one for all.")
+        self._states = [state_of(each) for each in grammars]
+        self._texts: deque[TextGrammar] = deque()
+
+    def check(self, prompts: int, vocab_size: int) -> None:
+        """Raise a `ValueError` if it has grammars for another number of prompts, or over another vocabulary."""
+        if len(self._states) not in (1, prompts):
+            raise ValueError(
+                f"A `GrammarProcessor` has {len(self._states)} grammars for {prompts} prompt{'s' * (prompts != 1)}: "
+                "expected one for each prompt, or one for all."
+            )
+        for state in self._states:
+            _ = Place(state.fork(), vocab_size).forbidden
+
+    def begin(self, ids: torch.Tensor, row: int, rows: int, vocab_size: int) -> TextGrammar:
+        """Return the grammar of a text, which goes on where an earlier one ended if `ids` are what was written.
+
+        Args:
+            ids: The prompt `[seq]`, on the CPU.
+            row: Of the text.
+            rows: Of all texts.
+            vocab_size: The target's.
+        """
+        if rows % len(self._states):
+            raise ValueError(
+                f"A `GrammarProcessor` has {len(self._states)} grammars for {rows} text{'s' * (rows != 1)}: expected "
+                "one for each prompt, or one for all."
+            )
+        number, known = row * len(self._states) // rows, list(self._texts)
+        # In plain decoding a call is a step, and the row's own text of the step before is as many calls ago.
+        known = [text for text in (*known[-rows:][:1], *reversed(known)) if text.number == number]
+        places = (text.place_of(ids) for text in known if text.place.vocab_size == vocab_size)
+        place = next((place for place in places if place is not None), None)
+        text = TextGrammar(ids, place or Place(self._states[number].fork(), vocab_size), number)
+        self._texts.append(text)
+        while len(self._texts) > max(_REMEMBERED, 4 * rows):
+            self._texts.popleft()
+        return text
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return scores `[texts, config.vocab_size]`, with minus infinity for what the grammar forbids after each."""
+        ids, (rows, vocab_size) = input_ids.cpu(), scores.shape
+        places = [self.begin(ids[row], row, rows, vocab_size).place for row in range(rows)]
+        return cast(torch.FloatTensor, masked(places, scores))
+
+
+def grammar_of(processor: object) -> GrammarProcessor | None:
+    """Return a logits processor as one that may run on drafts, if it is one: a [`GrammarProcessor`] itself, or
+    xgrammar's own; `None` for any other.
+
+    Raises:
+        ValueError: If it is xgrammar's, and was used in another call.
+    """
+    if isinstance(processor, GrammarProcessor):
+        return processor
+    grammars = grammars_of(processor)
+    return None if grammars is None else GrammarProcessor(grammars)

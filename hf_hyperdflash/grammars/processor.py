@@ -7,15 +7,17 @@ with a draft ([`GrammarState`]), and a text keeps those of its paths until it ha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
 from typing import Any, cast
 
+import numpy as np
 import torch
 from transformers import LogitsProcessor
 
 from .states import GrammarState, checked_mask, grammars_of, state_of
 
+SPELLED = 0.95  # how often a target spells what must come next as a library does
 _REMEMBERED = 128  # texts of the last calls, which the next one may go on with
 
 
@@ -52,9 +54,8 @@ class Place:
         """The only token that may come next; `None` if there are several."""
         if self.forbidden is None:
             return None
-        allowed = self.forbidden.numpy()
-        count = self.vocab_size - int(allowed.sum())
-        return int(allowed.argmin()) if count == 1 else None
+        forbidden = self.forbidden.numpy()
+        return int(forbidden.argmin()) if self.vocab_size - np.count_nonzero(forbidden) == 1 else None
 
 
 def masked(places: Sequence[Place], scores: torch.Tensor) -> torch.Tensor:
@@ -103,17 +104,26 @@ class TextGrammar(LogitsProcessor):
         """Return scores `[1, config.vocab_size]` as the grammar leaves them after what is written."""
         return cast(torch.FloatTensor, self.masked([()], scores))
 
-    def forced_tokens(self, limit: int, ends: Iterable[int]) -> list[int]:
-        """Return the tokens that must follow the text, `limit` at most: the grammar allows no others. The last one may
-        be one of `ends`, which end the text."""
-        tokens: list[int] = []
-        place = self.place
-        while len(tokens) < limit and place.forced is not None:
-            tokens.append(place.forced)
-            if tokens[-1] in ends:
+    def likely_tokens(self, count: int, ends: Container[int]) -> list[tuple[int, float]]:
+        """Return the tokens that follow the text in all likelihood, whatever the target is, and how probable each is: the
+        only ones that may, and those by which a target would spell what must come.
+
+        Args:
+            count: How many, at most.
+            ends: Those that end the text, behind which nothing follows.
+        """
+        place, spelled, found = self.place, list[int](), list[tuple[int, float]]()
+        while len(found) < count and not (found and found[-1][0] in ends):
+            if place.forced is not None:
+                spelled = spelled if spelled[:1] == [place.forced] else [place.forced]
+            elif not spelled:
+                spelled = getattr(place.state, "likely", list)()
+            if not spelled or (place.forbidden is not None and place.forbidden[spelled[0]]):
                 break
-            place = place.after(tokens[-1])
-        return tokens
+            token, *spelled = spelled
+            found.append((token, SPELLED if place.forced is None else 1.0))
+            place = place.after(token)
+        return found
 
     def place_of(self, ids: torch.Tensor) -> Place | None:
         """Return where `ids`, `[seq]`, end in the grammar if they are this text, or it and one more token."""

@@ -80,6 +80,11 @@ class AfterReasoning:
             self._is_over = self._last == self._ids
         self._is_over |= self._budget is not None and self._count >= self._budget + len(self._ids)
 
+    def likely(self) -> list[int]:
+        """Return the tokens of what must come next, where the grammar knows some."""
+        likely = getattr(self._grammar, "likely", None)
+        return likely() if self._is_over and likely is not None else []
+
     def fork(self) -> AfterReasoning:
         own = copy.copy(self)
         own._grammar = None if self._grammar is None else self._grammar.fork()

@@ -8,16 +8,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
+_MOST_LIKELY = 32  # tokens that are looked for at once
+_FEW = 8  # tokens of a state
 _KEPT_MASKS = 256  # of the states of an index: 12 MB for a vocabulary of 49,152 tokens
 
 
 class GrammarState(Protocol):
-    """Where a text is in its grammar: any class with these three methods will do."""
+    """Where a text is in its grammar: any class with these three methods will do.
+
+    It may have a fourth, `likely() -> list[int]`: the tokens by which a target probably spells what must come next, where
+    it could spell that in several ways. They are drafted without the drafter, as a token that alone is allowed is.
+    """
 
     def allowed(self, vocab_size: int) -> torch.Tensor | None:
         """Return which tokens may come next, boolean `[vocab_size]` on the CPU; `None` for all."""
@@ -93,6 +100,8 @@ class IndexState:
     def __init__(self, index: Any) -> None:
         self.index, self.state = index, index.get_initial_state()
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        self._likely: dict[int, int | None] = {}
+        self._few: dict[int, dict[int, int]] = {}
 
     def allowed(self, vocab_size: int) -> torch.Tensor:
         key = self.state, vocab_size
@@ -112,6 +121,41 @@ class IndexState:
 
     def fork(self) -> IndexState:
         return copy.copy(self)
+
+    def likely(self) -> list[int]:
+        tokens, state = list[int](), self.state
+        while len(tokens) < _MOST_LIKELY and (token := self._likely_after(state)) is not None:
+            tokens.append(token)
+            state = self._ways(state)[token]
+        return tokens
+
+    def _likely_after(self, state: int) -> int | None:
+        """Return the longest token of a state of which all others are the beginning: each leads to the states of the
+        longer ones, as tokens of different texts do not."""
+        if state not in self._likely:
+            ways = self._ways(state)
+            ahead = {token: self._ahead(end) for token, end in ways.items()}
+            order = sorted(ways, key=lambda token: sum(end in ahead[token] for end in ways.values()))
+            is_one_text = all(ways[longer] in ahead[shorter] for longer, shorter in pairwise(order))
+            self._likely[state] = order[0] if order and is_one_text else None
+        return self._likely[state]
+
+    def _ahead(self, state: int) -> set[int]:
+        """Return the states behind a state, as far as there are few ways on."""
+        found, waiting = set[int](), [state]
+        while waiting and len(found) < _MOST_LIKELY:
+            new = set(self._ways(waiting.pop()).values()) - found
+            found |= new
+            waiting += new
+        return found
+
+    def _ways(self, state: int) -> dict[int, int]:
+        """Return the states that a state's tokens lead to; none if there are many, or the text may end."""
+        if state not in self._few:
+            tokens = self.index.get_allowed_tokens(state) or []
+            ends = {token: self.index.get_next_state(state, token) for token in tokens[: _FEW + 1]}
+            self._few[state] = {} if len(ends) > _FEW or None in ends.values() else ends
+        return self._few[state]
 
 
 class Step:
@@ -140,6 +184,11 @@ class MatcherState:
 
     def advance(self, token: int) -> None:
         self._step = Step(self._step, token)
+
+    def likely(self) -> list[int]:
+        matcher = cast(Matcher, self._matcher)
+        matcher.go_to(self._step)
+        return [] if matcher.has_ended() else matcher.likely()
 
     def fork(self) -> MatcherState:
         own = copy.copy(self)
@@ -189,6 +238,10 @@ class Matcher:
         """Return which tokens may come next, boolean `[vocab_size]`."""
         raise NotImplementedError
 
+    def likely(self) -> list[int]:
+        """Return the tokens of what must come next, if the library knows some."""
+        return []
+
 
 class XGrammarMatcher(Matcher):
     """Of xgrammar.
@@ -221,6 +274,10 @@ class XGrammarMatcher(Matcher):
         words = torch.empty(1, -(-vocab_size // 32), dtype=torch.int32)
         self.matcher.fill_next_token_bitmask(words)
         return unpacked(words, vocab_size)
+
+    def likely(self) -> list[int]:
+        find = getattr(self.matcher, "find_jump_forward_tokens", None)  # of newer versions
+        return [] if find is None else find()
 
 
 class LLGuidanceMatcher(Matcher):

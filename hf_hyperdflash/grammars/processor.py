@@ -105,8 +105,8 @@ class TextGrammar(LogitsProcessor):
         return cast(torch.FloatTensor, self.masked([()], scores))
 
     def likely_tokens(self, count: int, ends: Container[int]) -> list[tuple[int, float]]:
-        """Return the tokens that follow the text in all likelihood, whatever the target is, and how probable each is: the
-        only ones that may, and those by which a target would spell what must come.
+        """Return the tokens that follow the text in all likelihood, whatever the target is, and how probable each is:
+        the only ones that may, and those by which a target would spell what must come.
 
         Args:
             count: How many, at most.

@@ -22,8 +22,8 @@ _KEPT_MASKS = 256  # of the states of an index: 12 MB for a vocabulary of 49,152
 class GrammarState(Protocol):
     """Where a text is in its grammar: any class with these three methods will do.
 
-    It may have a fourth, `likely() -> list[int]`: the tokens by which a target probably spells what must come next, where
-    it could spell that in several ways. They are drafted without the drafter, as a token that alone is allowed is.
+    Where one token alone is allowed, it is drafted without the drafter. So are those of a fourth method, if there is
+    one: `likely() -> list[int]`, the tokens by which a target probably spells what must come next.
     """
 
     def allowed(self, vocab_size: int) -> torch.Tensor | None:

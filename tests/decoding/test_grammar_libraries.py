@@ -215,6 +215,21 @@ def test_a_state_goes_anywhere_in_a_text(kind):
                 assert torch.equal(known[path].allowed(SIZE), expected[0] == 0), path
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_must_come_is_spelled_as_the_tokenizer_does(kind):
+    """Up to where two spellings are possible, or a choice is."""
+    known, library = tokenizer(), made(kind)
+    for grammar, answer in zip(library.grammars, ['{"name":"tom","age":7}', '["red","red"]', '{"open":true}']):
+        if kind is XGrammar:
+            answer = answer.replace(":", ": ").replace(",", ", ")
+        text, ids, right = GrammarProcessor(grammar).begin(torch.tensor([5]), 0, 1, SIZE), known.encode(answer), []
+        for place, token in enumerate(ids):
+            tokens = [each for each, _ in text.likely_tokens(9, [known.eos_token_id])]
+            right += [tokens[:1] == ids[place : place + 1]] if tokens else []
+            text.accept(token)
+        assert sum(right) > len(right) / 2 and sum(right) > 2, (answer, right)
+
+
 def test_xgrammars_own_processor_is_known():
     library, inputs = made(XGrammar), prompts(["Tell me"])
     expected = target().generate(**inputs, **GREEDILY, logits_processor=[library.own([0])])

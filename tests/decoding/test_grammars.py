@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 
 import pytest
 import torch
-from transformers import LogitsProcessor, SuppressTokensLogitsProcessor
+from transformers import DynamicCache, LogitsProcessor, SuppressTokensLogitsProcessor
 
 from hf_hyperdflash import AfterReasoning, GrammarProcessor, bind
 from hf_hyperdflash.decoding.stats import keep_trees
+from hf_hyperdflash.grammars.processor import SPELLED, Place
 from hf_hyperdflash.targets.caches.name import CACHE
 
 from ..conftest import mostly_nightly, prompt, tiny_drafter
@@ -222,6 +224,34 @@ def test_a_text_ends_the_reasoning_however_it_is_spelled():
         assert (state.allowed(len(tokenizer)) is not None) is is_over
 
 
+# What the grammar leaves no choice in
+
+
+class Spelling(Table):
+    """Knows how a target would spell what comes next, and is wrong about the second token."""
+
+    def likely(self):
+        return {0: [21, 40]}.get(self.state, [])
+
+
+def test_what_must_follow_is_known():
+    """A token that alone is allowed, and what the state says of others, as far as it is allowed."""
+    moves = [{20: 1, 21: 1}, {22: 2, 23: 2}, {24: 3}, {25: 4}, {1: 4}]
+    for grammar, tokens in ((Table(moves), []), (Spelling(moves), [(21, SPELLED)])):
+        text = GrammarProcessor(grammar).begin(torch.tensor([5]), 0, 1, 64)
+        assert text.likely_tokens(9, [1]) == tokens
+        text.accept(20)
+        text.accept(23)
+        assert text.likely_tokens(9, [1]) == [(24, 1.0), (25, 1.0), (1, 1.0)]
+        assert text.likely_tokens(2, [1]) == [(24, 1.0), (25, 1.0)]
+        assert text.likely_tokens(9, [25]) == [(24, 1.0), (25, 1.0)]
+    behind = GrammarProcessor(AfterReasoning(Spelling(moves), [7, 8], budget=2)).begin(torch.tensor([5]), 0, 1, 64)
+    assert behind.likely_tokens(9, [1]) == []
+    behind.accept(30)
+    behind.accept(31)
+    assert behind.likely_tokens(9, [1]) == [(7, 1.0), (8, 1.0), (21, SPELLED)]
+
+
 # Calls after calls
 
 
@@ -264,8 +294,6 @@ def test_a_text_goes_on_in_its_grammar(at):
 
 
 def test_a_text_goes_on_in_its_grammar_and_its_cache():
-    from transformers import DynamicCache
-
     target, ids, table = target_of(), prompt(9), random_table(2)
     expected = written(target, ids, table)
     drafter = tiny_drafter(target)
@@ -279,10 +307,6 @@ def test_a_text_goes_on_in_its_grammar_and_its_cache():
 
 def test_what_is_kept_of_texts_does_not_grow():
     """Neither states nor masks: a processor keeps its last texts, and each of them one place."""
-    import gc
-
-    from hf_hyperdflash.grammars.processor import Place
-
     target, processor = target_of(), GrammarProcessor(random_table(1))
     for seed in range(6):
         for assistant in (None, RandomTrees(target, [])):

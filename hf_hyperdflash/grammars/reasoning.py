@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -37,19 +37,24 @@ class AfterReasoning:
         tokenizer: PreTrainedTokenizerBase | None = None,
         budget: int | None = None,
     ) -> None:
-        self._grammar = None if grammar is None else state_of(grammar)
-        self._text, self._tokenizer, self._budget = end if isinstance(end, str) else None, tokenizer, budget
-        if self._text and tokenizer is None:
-            raise ValueError(f"`end` is the text {end!r}, expected a `tokenizer` with it: pass both, or a token's id.")
         if budget is not None and (type(budget) is not int or budget < 0):
             raise ValueError(f"`budget` is {budget!r}, expected a whole number of tokens, or None for any number.")
-        self._ids = [end] if isinstance(end, int) else list(end)  # type: ignore[arg-type]
-        if tokenizer is not None and self._text:
-            self._ids = tokenizer.encode(self._text, add_special_tokens=False)
+        self._decode: Callable[[list[int]], str] | None = None
+        if isinstance(end, str):
+            if tokenizer is None:
+                raise ValueError(f"`end` is the text {end!r}, expected a `tokenizer` with it, or a token's id.")
+            self._decode, self._ids = (
+                cast(Any, tokenizer.decode),
+                list(tokenizer.encode(end, add_special_tokens=False)),
+            )
+            # A token is a byte of a text at least, and the last one may go on behind it.
+            self._text, self._width = end, len(end.encode()) + 1
+        else:
+            self._ids = [end] if isinstance(end, int) else list(end)
+            self._text, self._width = "", len(self._ids)
         if not self._ids:
             raise ValueError(f"`end` is {end!r}, expected a token's id, several, or a text that is not empty.")
-        # A token that is a text's last is at least a byte of it.
-        self._width = len(self._ids) if self._text is None or len(self._ids) == 1 else len(self._text.encode()) + 1
+        self._grammar, self._budget = None if grammar is None else state_of(grammar), budget
         self._count, self._last, self._is_over = 0, list[int](), False
 
     def allowed(self, vocab_size: int) -> torch.Tensor | None:
@@ -73,12 +78,8 @@ class AfterReasoning:
             return
         self._count += 1
         self._last = [*self._last, token][-self._width :]
-        is_text = self._text is not None and self._tokenizer is not None and len(self._ids) > 1
-        if is_text:
-            self._is_over = self._text in self._tokenizer.decode(self._last)
-        else:
-            self._is_over = self._last == self._ids
-        self._is_over |= self._budget is not None and self._count >= self._budget + len(self._ids)
+        is_end = self._last == self._ids if self._decode is None else self._text in self._decode(self._last)
+        self._is_over = is_end or (self._budget is not None and self._count >= self._budget + len(self._ids))
 
     def likely(self) -> list[int]:
         """Return the tokens of what must come next, where the grammar knows some."""

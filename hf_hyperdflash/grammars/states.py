@@ -162,7 +162,8 @@ class Step:
     """A token of a text. The steps before it are the path to it."""
 
     def __init__(self, before: Step | None, token: int) -> None:
-        self.before, self.token, self.count = before, token, 1 if before is None else before.count + 1
+        self.before, self.token = before, token
+        self.count: int = 1 if before is None else before.count + 1
 
 
 class MatcherState:

@@ -21,6 +21,7 @@ _MODULE_OF = {
     "Drafter": "drafters.base",
     "Observer": "drafters.base",
     "PromptLookupDrafter": "drafters.without_weights.prompt_lookup",
+    "Lookup": "drafters.without_weights.lookup",
     "AcceptanceCallback": "training.acceptance",
     "measure_acceptance": "training.acceptance",
     "HyperDFlashTrainingArguments": "training.arguments",

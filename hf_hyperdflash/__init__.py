@@ -23,6 +23,7 @@ _MODULE_OF = {
     "GrammarProcessor": "grammars.processor",
     "AfterReasoning": "grammars.reasoning",
     "PromptLookupDrafter": "drafters.without_weights.prompt_lookup",
+    "Lookup": "drafters.without_weights.lookup",
     "AcceptanceCallback": "training.acceptance",
     "measure_acceptance": "training.acceptance",
     "HyperDFlashTrainingArguments": "training.arguments",

@@ -127,7 +127,7 @@ class BoundTarget(_Mixed):
         if request.drafter is not None:
             request.drafter._remember(None)  # of an earlier call's, where this one turns out not to draft
         request.check()
-        for name in ("tree_budget", "adapter") if request.drafter is not None else ("tree_budget",):
+        for name in ("tree_budget", "lookup", "adapter") if request.drafter is not None else ("tree_budget", "lookup"):
             kwargs.pop(name, None)  # which transformers does not know
         if "assistant_model" not in arguments and request.drafter is not None:
             kwargs["assistant_model"] = request.drafter  # the default

@@ -125,14 +125,16 @@ class DraftSampler:
         """
         # Without a copy of the text for every path where nobody reads it.
         text = torch.cat([ids.expand(len(drafts), -1), drafts], dim=1) if self._reads_text else drafts
-        return self.scored(text, drafts.tolist() if self.grammars else (), logits)
+        return self.scored(text, drafts.tolist() if self.grammars else (), logits, are_drafted=True)
 
-    def scored(self, text: torch.Tensor, paths: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
+    def scored(
+        self, text: torch.Tensor, paths: Sequence[Sequence[int]], logits: torch.Tensor, are_drafted: bool = False
+    ) -> torch.Tensor:
         """Do the same from the text of each path, `[paths, seq]`, and its drafts: grammars read the latter."""
         scores = logits.to(text.device, torch.float32)
         for each in self.processors:
             if isinstance(each, TextGrammar):
-                scores = each.masked(paths, scores)
+                scores = each.masked(paths, scores, are_drafted)
             else:
                 scores = each(cast(Any, text), cast(Any, scores))
         return scores
@@ -180,8 +182,9 @@ class DraftSampler:
         scores = []
         for node in range(ANCHOR, len(tree)):
             path = torch.tensor(tree.path(node), dtype=torch.long, device=tree.tokens.device)
-            drafts = tree.tokens[path].to(ids.device)[None]
-            scores.append(self.scored_after(ids, drafts, logits[node + 1 : node + 2].clone()))
+            text = torch.cat([ids, tree.tokens[path].to(ids.device)[None]], dim=1)
+            drafts = text[:, ids.shape[1] :].tolist() if self.grammars else ()
+            scores.append(self.scored(text, drafts, logits[node + 1 : node + 2].clone()))
         return torch.cat(scores)
 
     def draft_independent(self, ids: torch.Tensor, logits: torch.Tensor) -> DraftTree:

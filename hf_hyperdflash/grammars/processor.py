@@ -50,23 +50,42 @@ class Place:
         return self._after[token]
 
     @cached_property
-    def forced(self) -> int | None:
-        """The only token that may come next; `None` if there are several."""
+    def is_forced(self) -> bool:
+        """Whether one token alone may come next."""
+        return self.forbidden is not None and self.vocab_size - np.count_nonzero(self.forbidden.numpy()) == 1
+
+    @cached_property
+    def likely(self) -> int | None:
+        """The token that comes next in all likelihood, whatever the target is: the only one that may, or the one by
+        which a target begins to spell what must come."""
         if self.forbidden is None:
             return None
-        forbidden = self.forbidden.numpy()
-        return int(forbidden.argmin()) if self.vocab_size - np.count_nonzero(forbidden) == 1 else None
+        if self.is_forced:
+            return int(self.forbidden.numpy().argmin())
+        tokens = getattr(self.state, "likely", list)()
+        return tokens[0] if tokens and not self.forbidden[tokens[0]] else None
 
 
-def masked(places: Sequence[Place], scores: torch.Tensor) -> torch.Tensor:
-    """Return scores `[places, config.vocab_size]`, with minus infinity for what each place forbids."""
+def masked(places: Sequence[Place], scores: torch.Tensor, are_drafted: bool = False) -> torch.Tensor:
+    """Return scores `[places, config.vocab_size]`, with minus infinity for what each place forbids.
+
+    Args:
+        places: Where the tokens come next.
+        scores: Of all tokens.
+        are_drafted: Whether drafts are drawn by them: then all but a token that is likely gets minus infinity.
+    """
     forbidden = [place.forbidden for place in places]
     known = next((each for each in forbidden if each is not None), None)
     if known is None:
         return scores
     if len(forbidden) > 1:
         known = torch.stack([torch.zeros_like(known) if each is None else each for each in forbidden])
-    return scores.masked_fill(known.to(scores.device), -torch.inf)
+    scores = scores.masked_fill(known.to(scores.device), -torch.inf)
+    for row, place in enumerate(places if are_drafted else ()):
+        if place.likely is not None:
+            scores[row] = -torch.inf
+            scores[row, place.likely] = 0.0
+    return scores
 
 
 class TextGrammar(LogitsProcessor):
@@ -87,8 +106,9 @@ class TextGrammar(LogitsProcessor):
         self.place = self.place.after(token)
         self.written.append(token)
 
-    def masked(self, paths: Iterable[Iterable[int]], scores: torch.Tensor) -> torch.Tensor:
-        """Return scores `[paths, config.vocab_size]` as the grammar leaves them after the text and each path.
+    def masked(self, paths: Iterable[Iterable[int]], scores: torch.Tensor, are_drafted: bool = False) -> torch.Tensor:
+        """Return scores `[paths, config.vocab_size]` as the grammar leaves them after the text and each path
+        ([`masked`]).
 
         Raises:
             ValueError: If the target wrote what the grammar does not allow.
@@ -98,7 +118,7 @@ class TextGrammar(LogitsProcessor):
                 f"The target wrote the token {self.written[-1]}, expected one that the grammar allows: another logits "
                 "processor forbids all of those. Leave that one out."
             )
-        return masked([self._place_after(path) for path in paths], scores)
+        return masked([self._place_after(path) for path in paths], scores, are_drafted)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Return scores `[1, config.vocab_size]` as the grammar leaves them after what is written."""
@@ -112,17 +132,10 @@ class TextGrammar(LogitsProcessor):
             count: How many, at most.
             ends: Those that end the text, behind which nothing follows.
         """
-        place, spelled, found = self.place, list[int](), list[tuple[int, float]]()
-        while len(found) < count and not (found and found[-1][0] in ends):
-            if place.forced is not None:
-                spelled = spelled if spelled[:1] == [place.forced] else [place.forced]
-            elif not spelled:
-                spelled = getattr(place.state, "likely", list)()
-            if not spelled or (place.forbidden is not None and place.forbidden[spelled[0]]):
-                break
-            token, *spelled = spelled
-            found.append((token, SPELLED if place.forced is None else 1.0))
-            place = place.after(token)
+        place, found = self.place, list[tuple[int, float]]()
+        while len(found) < count and place.likely is not None and not (found and found[-1][0] in ends):
+            found.append((place.likely, 1.0 if place.is_forced else SPELLED))
+            place = place.after(place.likely)
         return found
 
     def place_of(self, ids: torch.Tensor) -> Place | None:

@@ -16,7 +16,7 @@ class Table:
     """
 
     def __init__(self, moves: list[dict[int, int]]) -> None:
-        self.moves, self.state, self.forks = moves, 0, 0
+        self.moves, self.state = moves, 0
 
     def allowed(self, vocab_size: int) -> torch.Tensor:
         mask = torch.zeros(vocab_size, dtype=torch.bool)
@@ -52,3 +52,14 @@ def random_table(seed: int, states: int = 9, most: int = 8, vocab_size: int = 64
 def a_word(word: list[int], end: int) -> Table:
     """The grammar of one text, which `end` ends."""
     return Table([*({token: at + 1} for at, token in enumerate(word)), {end: len(word)}])
+
+
+class Spelling(Table):
+    """A table that knows, or thinks that it knows, what a target writes in some of its states."""
+
+    def __init__(self, moves: list[dict[int, int]], likely: dict[int, list[int]]) -> None:
+        super().__init__(moves)
+        self.of_states = likely
+
+    def likely(self) -> list[int]:
+        return self.of_states.get(self.state, [])

@@ -15,6 +15,7 @@ PRIORS = 0.3, 0.3, 0.45, 0.7, 0.85, 0.92, 0.95
 any was seen. Each counts as [`PRECISION`] tokens."""
 
 PRECISION = 4.0  # tokens
+REACHED = 0.3  # the lowest probability with which a round that has no costs reaches a draft of a path
 ACCEPTED = 1.5  # of a drafter's drafts in a round, before any was seen
 ROUNDS = 16  # that the mean of accepted drafts remembers
 

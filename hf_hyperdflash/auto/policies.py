@@ -19,7 +19,7 @@ from ..drafters.sampling import DraftSampler
 from ..trees.growth import Admission
 from ..trees.tree import ANCHOR, DraftTree
 from .acceptance import UNKNOWN, AcceptanceLine
-from .copies import ACCEPTED, KnownPath, KnownStats
+from .copies import ACCEPTED, REACHED, KnownPath, KnownStats
 from .costs import RoundCosts
 
 MAX_AUTO_NODES = 64  # of a tree
@@ -27,7 +27,6 @@ MEMORY = 32  # rounds that the mean of recent ones remembers
 FEW = 8  # rounds that an earlier judgement counts as, and that lie between probes at first
 RARE = 128  # rounds between probes, at most
 ERROR = 0.5  # relative standard error of one round, about
-REACHED = 0.3  # the lowest probability with which a round that has no costs reaches a known draft
 
 
 @dataclass
@@ -330,7 +329,7 @@ class BatchPolicy(ChainPolicy):
         return self._admit_unseen(super().begin(length, draft_limits))
 
     def _beside(self, reach: list[float], draft_count: int) -> tuple[int, bool]:
-        """A copy takes the place of drafts, and as many of a round's positions."""
+        """Return as many tokens of a copy as the round has drafts, where they bring more than these."""
         known = reach[:draft_count]
         return (len(known), False) if sum(known) > self.stats.tokens - 1 else (0, True)
 

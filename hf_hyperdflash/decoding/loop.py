@@ -235,7 +235,8 @@ class Batch:
         self.policy: FixedPolicy = FixedPolicy()
         budget = self.request.tree_budget
         nodes = MAX_AUTO_NODES if budget == AUTO else budget or 0
-        self.max_positions = 1 + max(nodes, self.request.max_known, *(each.num_drafts for each in sequences))
+        self._max_drafts = max(nodes, *(each.num_drafts for each in sequences))  # of the drafter
+        self.max_positions = 1 + max(self._max_drafts, self.request.max_known)
         self._no_paths: list[list[int]] = [[]] * len(sequences)
         self.compiled: CompiledForwards | None = None
         self._compiled_contexts: list[DraftContext] = []
@@ -360,7 +361,7 @@ class Batch:
         # Windows have room for any text. Its length in steps, as each other room would be compiled for.
         max_tokens = self.round_forward.cache.capacity or self.request.static_cache_length(config, config.max_length)
         max_new = 1 + max(sequence.num_drafts for sequence in self.sequences)
-        sizes = max_tokens, max_new, self.max_positions - 1
+        sizes = max_tokens, max_new, self._max_drafts
         compiled = self.drafter.compiled_contexts(self.target, contexts, *sizes, self.compiled)
         self._compiled_contexts = cast("list[DraftContext]", list(compiled))
 

@@ -248,6 +248,7 @@ class Request:
             kind = (draws, *own) if own else draws
             if AUTO in (count, self.tree_budget):
                 self.drafting_stats = facts.stats.setdefault(kind, DraftingStats())
+                self.lookup = True if lookup is None else lookup
             self.known_stats = facts.known_stats.setdefault(kind, KnownStats())
 
     @property

@@ -13,6 +13,12 @@ def test_no_case_differs(first):
     assert not [found for found in map(run_case, range(first, first + 20)) if found[1]]
 
 
+# Takes seconds, as above.
+@pytest.mark.parametrize("first", mostly_nightly(range(0, 100, 20)))
+def test_no_case_whose_drafts_are_joined_by_copies_differs(first):
+    assert not [found for seed in range(first, first + 20) if (found := run_case(seed, lookup=True))[1]]
+
+
 # Takes seconds: a case's rounds are traced.
 @pytest.mark.parametrize("seed", mostly_nightly(range(0, 4 * SHARE_GRAPHS, SHARE_GRAPHS)))
 def test_no_compiled_case_differs(seed):

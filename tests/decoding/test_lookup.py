@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import LogitsProcessor
+from transformers import CompileConfig, LogitsProcessor
 
 from hf_hyperdflash import Lookup, PromptLookupDrafter, bind
 from hf_hyperdflash.auto.copies import CopyChances, KnownStats
@@ -149,7 +149,10 @@ def test_static_caches_have_room_for_a_copy():
     expected = target.generate(ids, max_new_tokens=60, **GREEDY)
     drafter, known = tiny_drafter(target), Lookup(documents=[expected[0]])
     drafter.bind(target)
-    for options in ({}, dict(tree_budget=5)):
+    compiled = CompileConfig(mode=None, fullgraph=True, backend="eager")
+    compiled._compile_all_devices = True
+    torch._dynamo.reset()
+    for options in ({}, dict(tree_budget=5), dict(compile_config=compiled)):
         out = target.generate(
             ids, assistant_model=drafter, lookup=known, cache_implementation="static", max_new_tokens=60,
             **GREEDY, **options,

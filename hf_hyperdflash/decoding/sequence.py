@@ -120,6 +120,9 @@ class Sequence:
         """Return how the text may go on, as far as that fits and is known without the drafter."""
         limit = self._fitting(min(self.request.max_known, free_columns, self.sampler.tree_budget or sys.maxsize))
         paths = [path for source in self.sources if (path := source.path(limit))] if limit else []
+        for grammar in self.sampler.grammars:
+            counts = [grammar.count_allowed(path.tokens) for path in paths]
+            paths = [KnownPath(*(part[:count] for part in path)) for path, count in zip(paths, counts) if count]
         return max(paths, key=lambda path: sum(path.reach), default=None)
 
     def _fitting(self, limit: int) -> int:

@@ -138,6 +138,15 @@ class TextGrammar(LogitsProcessor):
             place = place.after(place.likely)
         return found
 
+    def count_allowed(self, tokens: Iterable[int]) -> int:
+        """Return how many of `tokens`, from the first on, may follow the text."""
+        place, count = self.place, 0
+        for token in tokens:
+            if place.forbidden is not None and place.forbidden[token]:
+                break
+            place, count = place.after(token), count + 1
+        return count
+
     def place_of(self, ids: torch.Tensor) -> Place | None:
         """Return where `ids`, `[seq]`, end in the grammar if they are this text, or it and one more token."""
         count = len(self.ids)

@@ -77,7 +77,9 @@ def drafters(target):
 
 
 @pytest.mark.parametrize("family", mostly_nightly([families.qwen3, families.deepseek_v4, families.gemma3], 2))
-@pytest.mark.parametrize("asked", [{}, {"tree_budget": 9}, {"num_assistant_tokens": "auto"}], ids=str)
+@pytest.mark.parametrize(
+    "asked", [{}, {"tree_budget": 9, "lookup": True}, {"num_assistant_tokens": "auto", "lookup": True}], ids=str
+)
 def test_drafts_follow_the_grammar(family, asked):
     """All of them do, and so more are accepted than without it."""
     target, ids = target_of(family), prompt(9)
@@ -244,6 +246,7 @@ def test_what_must_follow_is_known():
         assert text.likely_tokens(9, [1]) == [(24, 1.0), (25, 1.0), (1, 1.0)]
         assert text.likely_tokens(2, [1]) == [(24, 1.0), (25, 1.0)]
         assert text.likely_tokens(9, [25]) == [(24, 1.0), (25, 1.0)]
+        assert [text.count_allowed(path) for path in ([24, 25, 1, 1], [24, 26, 1], [25], [])] == [4, 1, 0, 0]
     behind = GrammarProcessor(AfterReasoning(Spelling(moves, {0: [21, 40]}), [7, 8], budget=2)).begin(
         torch.tensor([5]), 0, 1, 64
     )

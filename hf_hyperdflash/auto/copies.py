@@ -37,6 +37,10 @@ class KnownPath(NamedTuple):
         """How probable it is that the target writes the path as far as each token."""
         return list(accumulate(self.chances, mul))
 
+    def first(self, count: int) -> KnownPath:
+        """Return the path of the first tokens alone."""
+        return KnownPath(self.tokens[:count], self.chances[:count])
+
 
 @dataclass
 class CopyChances:

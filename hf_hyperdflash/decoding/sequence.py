@@ -122,7 +122,7 @@ class Sequence:
         paths = [path for source in self.sources if (path := source.path(limit))] if limit else []
         for grammar in self.sampler.grammars:
             counts = [grammar.count_allowed(path.tokens) for path in paths]
-            paths = [KnownPath(*(part[:count] for part in path)) for path, count in zip(paths, counts) if count]
+            paths = [path.first(count) for path, count in zip(paths, counts) if count]
         return max(paths, key=lambda path: sum(path.reach), default=None)
 
     def _fitting(self, limit: int) -> int:

@@ -62,7 +62,7 @@ class Place:
             return None
         if self.is_forced:
             return int(self.forbidden.numpy().argmin())
-        tokens = getattr(self.state, "likely", list)()
+        tokens: list[int] = getattr(self.state, "likely", list)()
         return tokens[0] if tokens and not self.forbidden[tokens[0]] else None
 
 

@@ -146,9 +146,10 @@ class FixedPolicy:
 
     def end(self, outcomes: Sequence[Outcome], seconds: float | None) -> None:
         """Learn from a round. `seconds` is `None` where it says nothing of others like it: something was compiled."""
-        for outcome in outcomes if self._known_stats is not None else ():
-            if len(outcome.tree):
-                self._known_stats.observe(len(outcome.path))
+        if self._known_stats is not None:
+            for outcome in outcomes:
+                if len(outcome.tree):
+                    self._known_stats.observe(len(outcome.path))
 
 
 class ChainPolicy(FixedPolicy):

@@ -248,7 +248,8 @@ class Request:
             kind = (draws, *own) if own else draws
             if AUTO in (count, self.tree_budget):
                 self.drafting_stats = facts.stats.setdefault(kind, DraftingStats())
-                self.lookup = True if lookup is None else lookup
+                # Not beside a fixed number of nodes, which every round has.
+                self.lookup = self.tree_budget in (None, AUTO) if lookup is None else lookup
             self.known_stats = facts.known_stats.setdefault(kind, KnownStats())
 
     @property

@@ -67,8 +67,8 @@ class Listening(DraftSampler):
     def scored_step(self, ids: torch.Tensor, drafts: torch.Tensor, step: DraftStep) -> DraftStep:
         return super().scored_step(ids, drafts, step.whole())  # a draft's place is its token's number
 
-    def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        scores = super().scored(prefixes, logits)
+    def scored(self, text: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        scores = super().scored(text, *others, **options)
         self.heard += scores.log_softmax(-1)
         return scores
 

@@ -8,6 +8,9 @@ hundreds of them. A case is its seed: `--first 1234 --cases 1` runs that one aga
 widths, random ones and those of every kind of drafter, one prompt and padded batches, turn after turn, where a graph
 that breaks or is compiled again is an error. Ten cases share their graphs, which take a minute to compile, and differ
 in prompts, lengths, turns and processors. It goes on where FILE ends.
+
+`--lookup` joins copies to the drafts of each eager case: of the text itself, and of documents that are right for a
+while. Half of the cases draft with a kind that is trained, and some leave the amount to "auto".
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCac
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from hf_hyperdflash import HyperDFlashDrafter, MedusaConfig, MedusaDrafter, bind
+from hf_hyperdflash import HyperDFlashDrafter, Lookup, MedusaConfig, MedusaDrafter, bind
 from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.registry import target_of
@@ -76,16 +79,47 @@ def bound(made: Callable[[], PreTrainedModel]) -> Any:
     return bind(made().eval())
 
 
-def run_case(seed: int) -> tuple[str, str | None]:
+class Copying(random.Random):
+    """The choices of a case whose drafts are joined by copies."""
+
+
+def run_case(seed: int, lookup: bool = False) -> tuple[str, str | None]:
     """One case: a text turn after turn, one that is interrupted, or a padded batch.
+
+    Args:
+        seed: Of all that is chosen.
+        lookup: Whether copies join the drafts.
 
     Returns:
         The target's name, and what differs; `None` if nothing does.
     """
-    chance = random.Random(seed)
+    chance = (Copying if lookup else random.Random)(seed)
     made, way = chance.choice(TARGETS), chance.choice([turns, turns, turns, interruptions, batches])
     options = {"do_sample": False, "max_new_tokens": chance.randint(4, 24), **chance.choice(PROCESSORS)}
     return made.__name__, way(bound(made), options, chance)
+
+
+def copies(target: Any, texts: list[torch.Tensor], chance: random.Random, drafter: Any) -> dict[str, Any]:
+    """Return arguments of a call whose drafts copies join, and sometimes another drafter; nothing where none do.
+
+    Args:
+        target: The target.
+        texts: What it will write, `[seq]` each.
+        chance: The choices.
+        drafter: The case's own.
+    """
+    if not isinstance(chance, Copying):
+        return {"assistant_model": drafter}
+    documents = []
+    for text in texts:
+        wrong = torch.rand(text.shape, generator=torch.Generator().manual_seed(chance.randrange(2**20))) < 0.1
+        documents.append(torch.where(wrong, (text + 1) % 64, text))
+    asked: dict[str, Any] = {"lookup": chance.choice([True, Lookup(documents), Lookup(documents)])}
+    can_have_trees = target.config.model_type != "remote_v4"
+    if chance.random() < 0.5 and target_of(target).tree_verification == "mask" and can_have_trees:
+        drafter = chance.choice([*trained_kinds(target).values()])
+        asked |= chance.choice([{}, {"num_assistant_tokens": "auto"}, {"tree_budget": 7}, {"tree_budget": "auto"}])
+    return {"assistant_model": drafter, **asked}
 
 
 def turns(target: Any, options: dict[str, Any], chance: random.Random) -> str | None:
@@ -107,8 +141,8 @@ def turns(target: Any, options: dict[str, Any], chance: random.Random) -> str | 
         else:
             drafter, trees = RandomTrees(target, [expected[0]], seed=seed, most=chance.choice([3, 8, 20])), {}
         out = target.generate(
-            text, assistant_model=drafter, **{CACHE: filled}, return_dict_in_generate=keeps_cache,
-            prefill_chunk_size=chunk, **options, **trees,
+            text, **{CACHE: filled}, return_dict_in_generate=keeps_cache, prefill_chunk_size=chunk, **options,
+            **{**trees, **copies(target, [expected[0]], chance, drafter)},
         )  # fmt: skip
         written = out.sequences if keeps_cache else out
         if not torch.equal(written, expected):
@@ -157,7 +191,7 @@ def interruptions(target: Any, options: dict[str, Any], chance: random.Random) -
     streamer = Stops(point) if is_callers else None
     hook = None if is_callers else target_of(target).layers[at].register_forward_hook(interrupt)
     try:
-        target.generate(ids, assistant_model=drafter, streamer=streamer, **options)
+        target.generate(ids, streamer=streamer, **copies(target, [expected[0]], chance, drafter), **options)
         return None  # the text ended before
     except KeyboardInterrupt:
         length = int(cache.get_seq_length())
@@ -197,7 +231,7 @@ def batches(target: Any, options: dict[str, Any], chance: random.Random) -> str 
     own = [text[count:] for text, count in zip(expected, padding)]
     kind = RandomChains if target.config.model_type == "remote_v4" or chance.random() < 0.4 else RandomTrees
     drafter = kind(target, own, seed=chance.randrange(2**20), most=chance.choice([3, 8, 20]))
-    written = target.generate(ids, attention_mask=mask, assistant_model=drafter, **options)
+    written = target.generate(ids, attention_mask=mask, **copies(target, own, chance, drafter), **options)
     for row, (found, own_mask) in enumerate(zip(written, mask)):
         if found.tolist() != expected[row].tolist():
             given = {**options, "attention_mask": own_mask[None]}
@@ -320,6 +354,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--compiled", metavar="BACKEND", help="of torch.compile: inductor, or eager for graphs alone")
+    parser.add_argument("--lookup", action="store_true", help="join copies to the drafts of eager cases")
     parser.add_argument("--log", type=Path, help="a line a case; what is in it is not run again")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
@@ -331,7 +366,9 @@ def main() -> None:
         if seed in known:
             name, differs = known[seed]
         else:
-            name, differs = run_compiled_case(seed, arguments.compiled) if arguments.compiled else run_case(seed)
+            name, differs = (
+                run_compiled_case(seed, arguments.compiled) if arguments.compiled else run_case(seed, arguments.lookup)
+            )
         if arguments.log and seed not in known:
             with arguments.log.open("a") as log:
                 log.write(f"{seed}\t{name}\t{differs or ''}\n")

@@ -28,8 +28,8 @@ CI_SECONDS = ROOT / "build" / "ci-seconds.txt"  # as `.ci/run` leaves it
 sys.path.insert(0, str(ROOT))
 # A room may import only rooms to its left. `serving` stands beside them: engines import it, and nothing here does.
 ROOMS = (
-    "version", "upper", "trees", "targets", "drafters", "portable", "auto", "decoding", "hub", "training", "benchmark",
-    "cli",
+    "version", "upper", "trees", "grammars", "targets", "drafters", "portable", "auto", "decoding", "hub", "training",
+    "benchmark", "cli",
 )  # fmt: skip
 # A drafter says of what type its last statistics are. What it calls above it, it asks the package's table for.
 UPWARDS = {("drafters.base", "decoding.stats")}

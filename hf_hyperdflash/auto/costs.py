@@ -33,19 +33,33 @@ class RoundCosts:
         )
         self._pace, self._fastest = 0.0, 1.0
         self._measured: list[tuple[Inputs, float]] = []
-        self._tables: dict[tuple[int, int], list[float]] = {}
+        self._tables: dict[tuple[int, int, bool], list[float]] = {}
 
-    def observe(self, length: int, drafts: int | None, seconds: float, texts: int = 1, is_trial: bool = False) -> None:
-        """Learn from one round, in which each text verified `drafts`; `None` if the drafter was not asked. In a trial
-        nothing is known of rounds like it: the model learns at once."""
+    def observe(
+        self,
+        length: int,
+        drafts: int | None,
+        seconds: float,
+        texts: int = 1,
+        is_trial: bool = False,
+        known_drafts: int = 0,
+    ) -> None:
+        """Learn from one round, in which each text verified `drafts`; `None` if the drafter was not asked, and each
+        verified `known_drafts`. In a trial nothing is known of rounds like it: the model learns at once."""
         seconds = max(seconds, 1e-9)  # a clock may be coarse
         self._pace = self._pace or seconds
         cost = seconds / self._pace
         if not is_trial:
-            expected = self._table(length, drafts or 0, texts)[0 if drafts is None else drafts + 1]
+            if drafts is None:
+                expected = self._table(length, known_drafts, texts, asks_drafter=False)[known_drafts]
+            else:
+                expected = self._table(length, drafts, texts)[drafts]
             cost = min(cost, HICCUP * expected)
             self._pace *= 1 + (cost / expected - 1) / ROUNDS
-        measured = self._measured = [*self._measured, (_inputs(length.bit_length(), drafts, texts), cost)]
+        measured = self._measured = [
+            *self._measured,
+            (_inputs(length.bit_length(), drafts, texts, known_drafts), cost),
+        ]
         if is_trial or len(measured) >= ROUNDS:
             inputs, costs = zip(*measured)
             self._fastest = min(self._fastest, *costs)
@@ -54,19 +68,24 @@ class RoundCosts:
 
     def predict(self, length: int, max_drafts: int, texts: int = 1) -> list[float]:
         """Return what rounds with 0, 1, .. `max_drafts` a text take, in units of a round without the drafter."""
-        plain, *others = self._table(length, max_drafts, texts)
-        return [cost / plain for cost in others[: max_drafts + 1]]
+        plain = self._table(length, 0, texts, asks_drafter=False)[0]
+        return [cost / plain for cost in self._table(length, max_drafts, texts)[: max_drafts + 1]]
 
-    def _table(self, length: int, max_drafts: int, texts: int) -> list[float]:
-        """Return costs: of a round without the drafter, then of rounds with 0, 1, .. drafts: none faster than the
-        fastest measured."""
-        key, tables = (length.bit_length(), texts), self._tables
+    def predict_known(self, length: int, max_drafts: int, texts: int = 1) -> list[float]:
+        """Do the same of rounds without the drafter, whose drafts are known."""
+        costs = self._table(length, max_drafts, texts, asks_drafter=False)[: max_drafts + 1]
+        return [cost / costs[0] for cost in costs]
+
+    def _table(self, length: int, max_drafts: int, texts: int, asks_drafter: bool = True) -> list[float]:
+        """Return costs of rounds with 0, 1, .. drafts: none faster than the fastest measured."""
+        key, tables = (length.bit_length(), texts, asks_drafter), self._tables
         table = tables.get(key, [])
-        if len(table) < max_drafts + 2:
-            inputs = [_inputs(key[0], drafts, texts) for drafts in (None, *range(max_drafts + 1))]
+        if len(table) < max_drafts + 1:
+            counts = range(max_drafts + 1)
+            inputs = [_inputs(key[0], *((k, texts) if asks_drafter else (None, texts, k))) for k in counts]
             table = tables[key] = self._model.predict(inputs).clip(self._fastest).tolist()
         return table
 
 
-def _inputs(doublings: int, drafts: int | None, texts: int) -> Inputs:
-    return texts * (1 + (drafts or 0)), float(drafts is not None), doublings, texts
+def _inputs(doublings: int, drafts: int | None, texts: int, known_drafts: int = 0) -> Inputs:
+    return texts * (1 + (drafts or 0) + known_drafts), float(drafts is not None), doublings, texts

@@ -19,6 +19,7 @@ from ..drafters.sampling import DraftSampler
 from ..trees.growth import Admission
 from ..trees.tree import ANCHOR, DraftTree
 from .acceptance import UNKNOWN, AcceptanceLine
+from .copies import ACCEPTED, REACHED, KnownPath, KnownStats
 from .costs import RoundCosts
 
 MAX_AUTO_NODES = 64  # of a tree
@@ -95,20 +96,45 @@ def trial_draft_counts(limit: int) -> tuple[int, ...]:
 class Outcome(NamedTuple):
     """What came of a sequence's drafts in a round."""
 
-    tree: DraftTree
-    path: list[int]  # the accepted nodes, from the anchor on
+    tree: DraftTree  # the drafter's
+    path: list[int]  # its accepted nodes, from the anchor on
     is_last: bool  # whether the text has ended
+    known_drafts: int = 0  # nodes beside these, which were known without the drafter
+    known_accepted: int = 0  # of these
 
 
 class FixedPolicy:
-    """As many drafts as were asked for, every round."""
+    """As many drafts as were asked for, every round.
+
+    Args:
+        are_trees: Whether they are trees.
+        known: What is known of copies; `None` where nobody has any.
+    """
 
     asks_drafter = True  # whether the drafter drafts in this round, and so is to know what was accepted
+
+    def __init__(self, are_trees: bool = False, known: KnownStats | None = None) -> None:
+        self.are_trees, self._known_stats = are_trees, known
 
     def begin(self, length: int, draft_limits: Sequence[int]) -> int:
         """Begin a round after at most `length` tokens, and return how many drafts, one after the other, each sequence
         may have; `draft_limits` says how many drafts each text has room for."""
         return max(draft_limits)
+
+    def join(self, paths: Sequence[KnownPath | None], draft_counts: Sequence[int]) -> list[tuple[int, bool]]:
+        """Return for each text how many tokens of its known path are verified, and whether the drafter is asked for
+        drafts beside it.
+
+        Args:
+            paths: What is known of each.
+            draft_counts: How many drafts, one after the other, each would get from the drafter.
+        """
+        joined = []
+        for path in paths:
+            reach = [] if path is None else [chance for chance in path.reach if chance >= REACHED]
+            is_better = sum(reach) >= (ACCEPTED if self._known_stats is None else self._known_stats.accepted)
+            joined.append((len(reach), False) if is_better else (len(reach) if self.are_trees else 0, True))
+        return joined
 
     def sampler(self, sampler: DraftSampler) -> DraftSampler:
         """Return a sequence's sampler with what this round admits."""
@@ -120,15 +146,20 @@ class FixedPolicy:
 
     def end(self, outcomes: Sequence[Outcome], seconds: float | None) -> None:
         """Learn from a round. `seconds` is `None` where it says nothing of others like it: something was compiled."""
+        if self._known_stats is not None:
+            for outcome in outcomes:
+                if len(outcome.tree):
+                    self._known_stats.observe(len(outcome.path))
 
 
 class ChainPolicy(FixedPolicy):
     """Chains of as many drafts as pay."""
 
     def __init__(self, stats: DraftingStats) -> None:
+        super().__init__()
         self.stats = self._known = stats  # of the drafter with the target; changed
         self._is_first = True  # round of the generation, which takes longer than others
-        self._is_trial = False
+        self._is_trial = self._is_known = False  # the latter where all drafts are known without the drafter
         self._min_drafts = 1  # drafts in any case
         self._signals: list[float] = []
         self._reached = 1.0  # the probability that all of these drafts are accepted
@@ -139,7 +170,7 @@ class ChainPolicy(FixedPolicy):
         stats, limit = self.stats, max(draft_limits)
         self._length, self._texts, self._signals, self._reached = length, len(draft_limits), [], 1.0
         is_probe = limit > 0 and not self._is_first and (not stats.is_tried or stats.probes.is_due())
-        self._is_trial = is_probe and stats.is_drafting
+        self._is_trial, self._is_known = is_probe and stats.is_drafting, False
         if self._is_trial:
             counts = trial_draft_counts(limit)
             count = counts[stats.trials % len(counts)]
@@ -152,6 +183,29 @@ class ChainPolicy(FixedPolicy):
             # In tokens that this generation writes meanwhile: at least what rounds without the drafter do.
             self._costs = [cost * max(stats.speedup, 1.0) for cost in predicted]
         return count
+
+    def join(self, paths: Sequence[KnownPath | None], draft_counts: Sequence[int]) -> list[tuple[int, bool]]:
+        stats, texts = self.stats, len(paths)
+        if self._is_trial or not stats.is_tried:
+            return [(0, True)] * texts
+        # Rounds without the drafter, by how many drafts each text has at most.
+        reach = [[] if path is None else path.reach for path in paths]
+        longest = max(map(len, reach))
+        costs, tokens, best, best_count = stats.costs.predict_known(self._length, longest, texts), 1.0, 0.0, 0
+        for count in range(1, longest + 1):
+            tokens += sum(own[count - 1] for own in reach if len(own) >= count) / texts
+            if tokens / costs[count] > best:
+                best, best_count = tokens / costs[count], count
+        if best > max(stats.speedup, 1.0):
+            joined = [(min(best_count, len(own)), False) for own in reach]
+        else:
+            joined = [self._beside(own, count) for own, count in zip(reach, draft_counts)]
+        self._is_known = not any(asks_drafter for _, asks_drafter in joined)
+        return joined
+
+    def _beside(self, reach: list[float], draft_count: int) -> tuple[int, bool]:
+        """Return what [`join`] does for a text in a round in which the drafter is asked."""
+        return 0, True
 
     def sampler(self, sampler: DraftSampler) -> DraftSampler:
         return replace(sampler, tree_budget=None, chain_admission=self)
@@ -193,14 +247,14 @@ class ChainPolicy(FixedPolicy):
             self._learn(outcome)
         if seconds is None:  # a trial is not over then
             return
-        drafts = max(len(outcome.tree) for outcome in outcomes)
-        tokens = 1 + sum(len(outcome.path) for outcome in outcomes) / len(outcomes)
-        stats = self.stats
+        drafts = max(len(outcome.tree) + outcome.known_drafts for outcome in outcomes)
+        tokens = 1 + sum(len(outcome.path) + outcome.known_accepted for outcome in outcomes) / len(outcomes)
+        stats, was_asked = self.stats, self.asks_drafter and not self._is_known
         # A generation's first round is slow, and so is a drafter's: they tell nothing.
         if not self._is_first and stats.trials > 0:
-            asked_for = drafts if self.asks_drafter else None
-            stats.costs.observe(self._length, asked_for, seconds, self._texts, not stats.is_tried)
-        if self.asks_drafter and not self._is_first and not self._is_trial:
+            asked_for, known = (drafts, 0) if was_asked else (None, drafts)
+            stats.costs.observe(self._length, asked_for, seconds, self._texts, not stats.is_tried, known)
+        if was_asked and not self._is_first and not self._is_trial:
             cost = stats.costs.predict(self._length, drafts, self._texts)[drafts]
             stats.judge(tokens, cost, self._texts)
         stats.trials += self._is_trial
@@ -220,7 +274,6 @@ class TreePolicy(ChainPolicy):
     def __init__(self, stats: DraftingStats) -> None:
         super().__init__(stats)
         self._trees = stats.trees = stats.trees or DraftingStats()
-        self.are_trees = False
 
     def begin(self, length: int, draft_limits: Sequence[int]) -> int:
         self.are_trees = self._are_trees_next(self._known, self._trees)
@@ -236,11 +289,18 @@ class TreePolicy(ChainPolicy):
             return trees.rounds < chains.rounds
         return (trees.speedup > chains.speedup) != trees.turns.is_due()
 
+    def _beside(self, reach: list[float], draft_count: int) -> tuple[int, bool]:
+        return (sum(chance > self._node_cost for chance in reach) if self.are_trees and draft_count else 0), True
+
+    @property
+    def _node_cost(self) -> float:
+        return max(self._costs[-1] - self._costs[0], 0.0) / MAX_AUTO_NODES
+
     def sampler(self, sampler: DraftSampler) -> DraftSampler:
         if not self.are_trees:
             return super().sampler(sampler)
-        node_cost = max(self._costs[-1] - self._costs[0], 0.0) / MAX_AUTO_NODES
-        return replace(sampler, tree_budget=self._nodes, node_admission=Admission(self.stats.acceptance, node_cost))
+        admission = Admission(self.stats.acceptance, self._node_cost)
+        return replace(sampler, tree_budget=self._nodes, node_admission=admission)
 
     def cut(self, tree: DraftTree) -> DraftTree:
         return tree if self.are_trees else super().cut(tree)
@@ -268,6 +328,11 @@ class BatchPolicy(ChainPolicy):
     def begin(self, length: int, draft_limits: Sequence[int]) -> int:
         self.stats = self._known.batches.setdefault(len(draft_limits).bit_length(), DraftingStats())
         return self._admit_unseen(super().begin(length, draft_limits))
+
+    def _beside(self, reach: list[float], draft_count: int) -> tuple[int, bool]:
+        """Return as many tokens of a copy as the round has drafts, where they bring more than these."""
+        known = reach[:draft_count]
+        return (len(known), False) if sum(known) > self.stats.tokens - 1 else (0, True)
 
     def sampler(self, sampler: DraftSampler) -> DraftSampler:
         return sampler

@@ -34,6 +34,7 @@ def generate(
     temperature: options.Temperature = 0.0,
     num_draft_tokens: options.NumDraftTokens = None,
     tree_budget: options.TreeBudget = None,
+    lookup: options.Lookup = None,
     show: Annotated[
         bool,
         typer.Option(
@@ -78,7 +79,7 @@ def generate(
     ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": prompt}]}])[0].to(model.device)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     if compare:
-        settings = {"max_new_tokens": max_new_tokens, "tree_budget": tree_budget, **sampling}
+        settings = {"max_new_tokens": max_new_tokens, "tree_budget": tree_budget, "lookup": lookup, **sampling}
         _compare(model, tokenizer, assistant, ids, settings, Console(highlight=False))
         return
     plain = nullcontext(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
@@ -91,6 +92,7 @@ def generate(
             assistant_model=assistant,
             max_new_tokens=max_new_tokens,
             tree_budget=tree_budget,
+            lookup=lookup,
             streamer=streamer,
             **sampling,
         )
@@ -118,7 +120,7 @@ def _compare(
     from .display.side_by_side import SideBySide
     from .display.who_wrote import legend
 
-    plain = {name: value for name, value in settings.items() if name != "tree_budget"}
+    plain = {name: value for name, value in settings.items() if name not in ("tree_budget", "lookup")}
     drafted = {**settings, "assistant_model": drafter}
     with SideBySide(tokenizer, drafter, console) as shown:
         for title, way, warm_up in (("Target alone", plain, _WARM_UP), ("With drafter", drafted, _WARM_UP_DRAFTED)):

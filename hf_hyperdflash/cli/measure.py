@@ -182,8 +182,8 @@ def benchmark(
         return
     if concurrency:
         raise ValueError(f"`--concurrency` is {concurrency}, but only servers are asked so: add `--endpoint`.")
-    named = [Named(None, count, None, False, session.target) for count in mtp or ()]
-    named += [Named(None, count, None, False, options.PROMPT_LOOKUP) for count in prompt_lookup or ()]
+    named = [Named(None, count, None, None, False, session.target) for count in mtp or ()]
+    named += [Named(None, count, None, None, False, options.PROMPT_LOOKUP) for count in prompt_lookup or ()]
     parsed = [_parsed(option) for option in drafter or ()]
     if adapter and (not parsed or any(each.learns for each in parsed)):
         raise ValueError(f"`--adapter` is {adapter}, expected with it a `--drafter` that is not adaptive.")
@@ -218,17 +218,18 @@ def sweep(
 
 
 class Named(NamedTuple):
-    """A drafter as `--drafter "NAME (COUNT, NODES nodes, adaptive)=PATH"` asks for it."""
+    """A drafter as `--drafter "NAME (COUNT, NODES nodes, lookup, adaptive)=PATH"` asks for it."""
 
     name: str | None
     drafts: int | str | None
     nodes: int | str | None
+    looks_up: bool | None
     learns: bool
     path: str
     adapter: str | None = None
 
 
-_NUMBERS = r"([^()]*?)\s*(?:\((auto|[0-9]+)(?:, (auto|[0-9]+) nodes)?(, adaptive)?\))?"
+_NUMBERS = r"([^()]*?)\s*(?:\((auto|[0-9]+)(?:, (auto|[0-9]+) nodes)?(?:, (no lookup|lookup))?(, adaptive)?\))?"
 
 
 def _parsed(option: str) -> Named:
@@ -237,14 +238,16 @@ def _parsed(option: str) -> Named:
     if not path or matched is None or ("=" in option and not matched[1]) or "0" in matched.groups():
         raise ValueError(
             f'`--drafter` is {option!r}, expected PATH, NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH", '
-            '"NAME (4, 16 nodes)=PATH" or "NAME (4, adaptive)=PATH" with at least 1 draft and 1 node.'
+            '"NAME (4, 16 nodes)=PATH", "NAME (4, lookup)=PATH" or "NAME (4, adaptive)=PATH" with at least 1 draft '
+            "and 1 node."
         )
     count, nodes = (int(parts) if parts and parts != "auto" else parts for parts in matched.groups()[1:3])
-    if matched[4] and path == options.PROMPT_LOOKUP:
+    if matched[5] and path == options.PROMPT_LOOKUP:
         raise ValueError(f"`--drafter` is {option!r}, but prompt lookup has no weights that could learn.")
     if isinstance(nodes, int) and nodes > options.MOST_NODES:
         raise ValueError(f"`--drafter` is {option!r}, expected at most {options.MOST_NODES} nodes, or auto.")
-    return Named(matched[1] or None, count, nodes, bool(matched[4]), path)
+    looks_up = None if matched[4] is None else matched[4] == "lookup"
+    return Named(matched[1] or None, count, nodes, looks_up, bool(matched[5]), path)
 
 
 def _compare(
@@ -286,9 +289,10 @@ def _compare(
         if swept is not None:
             tried = swept or list(range(1, 1 + (drafter.max_draft_tokens or 6)))
         for count in tried:
-            about = [str(count), f"{each.nodes} nodes" if each.nodes else "", "adaptive" if each.learns else ""]
+            lookup = {None: "", True: "lookup", False: "no lookup"}[each.looks_up]
+            about = [str(count), f"{each.nodes} nodes" if each.nodes else "", lookup, "adaptive" * each.learns]
             about.append(Path(each.adapter or "").name)
-            asked = {"num_assistant_tokens": count, "tree_budget": each.nodes}
+            asked = {"num_assistant_tokens": count, "tree_budget": each.nodes, "lookup": each.looks_up}
             if getattr(drafter, "adapters", ()):
                 asked["adapter"] = names.get(each.adapter or "")
             name = f"{each.name or usual} ({', '.join(filter(None, about))})"

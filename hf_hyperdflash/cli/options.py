@@ -54,7 +54,13 @@ TreeBudget = Annotated[
         help=f"Most nodes of a draft tree, {MOST_NODES} at most, or auto for as many as pay; one chain if unset.",
     ),
 ]
-
+Lookup = Annotated[
+    bool | None,
+    Option(
+        "--lookup/--no-lookup",
+        help="Copy what followed the last tokens before, where that is likely to be right; with auto if unset.",
+    ),
+]
 
 Target = Annotated[str, Option(help="Path or Hub id of the target, or of a GGUF file in it: org/name/model.gguf.")]
 TargetOrNone = Annotated[str, Option(help="Path or Hub id of the target, or of a GGUF file in it; or --endpoint.")]
@@ -79,7 +85,7 @@ Drafters = Annotated[
     Option(
         "--drafter",
         help=f'Path or Hub id, or {PROMPT_LOOKUP}; NAME=PATH, "NAME (auto)=PATH", "NAME (4, 16 nodes)=PATH", '
-        '"NAME (4, adaptive)=PATH".',
+        '"NAME (4, lookup)=PATH", "NAME (4, adaptive)=PATH".',
     ),
 ]
 SavedDrafter = Annotated[Path, Argument(exists=True, file_okay=False, help="Folder of a saved drafter.")]

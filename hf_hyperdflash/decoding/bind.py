@@ -32,7 +32,7 @@ from ..version import __version__
 from .candidates import DraftCandidateGenerator
 from .loop import speculative_decoding
 from .request import CheckedPairs, Pair, Request, is_static_attention_cache
-from .rows import Row, rows_of
+from .rows import Row, rows_of, with_grammars
 from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class BoundTarget(_Mixed):
         if request.drafter is not None:
             request.drafter._remember(None)  # of an earlier call's, where this one turns out not to draft
         request.check()
-        for name in ("tree_budget", "adapter") if request.drafter is not None else ("tree_budget",):
+        for name in ("tree_budget", "lookup", "adapter") if request.drafter is not None else ("tree_budget", "lookup"):
             kwargs.pop(name, None)  # which transformers does not know
         if "assistant_model" not in arguments and request.drafter is not None:
             kwargs["assistant_model"] = request.drafter  # the default
@@ -224,6 +224,8 @@ class BoundTarget(_Mixed):
         if request.rows > 1:
             config.num_return_sequences = 1  # in each row
             rows = rows_of(self, request.arguments, rows[0], config, cast(torch.Tensor, inputs_tensor), tokenizer)
+        size = request.target.config.vocab_size
+        rows = [with_grammars(row, number, len(rows), size) for number, row in enumerate(rows)]
         # All are prepared before the first is written: an error of one comes before any work, and `max_time` is for
         # all.
         sequences = []

@@ -99,6 +99,7 @@ def run_round(batch: Batch) -> None:
     limits = [min(sequence.draft_limit(), free_columns) for sequence in sequences]
     max_drafts = policy.begin(max(lengths), limits)
     counts = [min(limit, max_drafts) for limit in limits]
+    paths, counts = batch.known_paths(counts, free_columns)
     drafting = [(index, sequences[index], count) for index, count in enumerate(counts) if count]
     requests = [
         sequence.draft_request(count, policy.sampler(sequence.sampler), batch.cached_text(index))
@@ -107,12 +108,14 @@ def run_round(batch: Batch) -> None:
     drafting_began = now()
     drafted_trees = iter(draft_by_adapter([sequence.pair for _, sequence, _ in drafting], requests))
     draft_seconds = (now() - drafting_began) / max(len(requests), 1)
-    trees = []
-    for sequence, count in zip(sequences, counts):
+    drafted = []
+    for sequence, count, path in zip(sequences, counts, paths):
         tree = next(drafted_trees) if count else batch.no_drafts
         sequence.stats.draft_seconds += draft_seconds if len(tree) else 0.0
         tree = policy.cut(tree) if count else tree
-        trees.append(tree.first(min(len(tree), free_columns)))
+        free = min(free_columns, sequence.sampler.tree_budget or free_columns) - len(path) if path else free_columns
+        drafted.append(tree.first(min(len(tree), free)))
+    trees = [tree.with_path(path) if path else tree for tree, path in zip(drafted, paths)]
 
     # Verify: one forward of the target over all anchors and drafts.
     texts = [sequence.tokens for sequence in sequences]
@@ -124,32 +127,35 @@ def run_round(batch: Batch) -> None:
 
     # Accept. A caller who goes on after an error of his streamer or criterion, with this cache and the tokens so far,
     # gets the same text: what is not written is taken back in any case.
-    paths: list[list[int]] = [[] for _ in sequences]
+    accepted: list[list[int]] = [[] for _ in sequences]
     try:
-        logits = accept(batch, round_, outputs, paths)
+        logits = accept(batch, round_, outputs, accepted)
     finally:
         captured = batch.capture.pop()
         # Of each sequence the anchor (0) and the accepted nodes (node + 1), as many as tokens were written: the last
         # token that was written is the next anchor, and is in no cache.
         kept = [
             [0, *(node + 1 for node in path)][: sequence.tokens.end - 1 - start]
-            for sequence, path, start in zip(sequences, paths, round_.starts)
+            for sequence, path, start in zip(sequences, accepted, round_.starts)
         ]
         with batch.interruptible():
             round_.keep(batch.cache, kept)
         for index, sequence in enumerate(sequences):
             sequence.residuals += [round_.residual(each, index, kept[index]) for each in captured]
-            sequence.catch_up(policy.asks_drafter)
-    tell_observers(batch, round_, logits, paths)
+            sequence.catch_up(policy.asks_drafter, not paths[index] or counts[index] > 0)
+    tell_observers(batch, drafted, logits, accepted)
 
     # Learn what the round cost, and what it brought.
     seconds, outcomes = now() - began, []
-    for sequence, tree, path, limit, length in zip(sequences, trees, paths, limits, lengths):
-        stats = sequence.stats
+    for sequence, tree, own, path, limit, length in zip(sequences, trees, drafted, accepted, limits, lengths):
+        stats, known = sequence.stats, [node for node in path if node >= len(own)]
         stats.add_round(tree if limit else None, path, sequence.tokens.ids[0, length - 1 :])
+        stats.known_nodes += len(tree) - len(own)
+        stats.known_accepted += len(known)
         stats.verify_seconds += verify_seconds
         stats.loop_seconds += seconds / len(sequences)
-        outcomes.append(Outcome(tree, path, sequence.finished))
+        path = path[: len(path) - len(known)]
+        outcomes.append(Outcome(own, path, sequence.finished, len(tree) - len(own), len(known)))
     waited = sum(sequence.streamer_seconds for sequence in sequences) - streamed
     policy.end(outcomes, seconds - waited if slow_calls == batch.slow_calls else None)
 
@@ -165,7 +171,7 @@ def write_first_tokens(batch: Batch, outputs: TargetOutput) -> None:
         if all(text.end > text.prompt_length for text in texts):  # else it was interrupted before
             for sequence in sequences:
                 sequence.catch_up(batch.policy.asks_drafter)
-    tell_observers(batch, round_, logits, paths)
+    tell_observers(batch, round_.trees, logits, paths)
     for sequence in sequences:
         sequence.stats.tokens, sequence.stats.draft_seconds = 1, 0.0  # the prompt's do not count
 
@@ -191,11 +197,14 @@ def accept(batch: Batch, round_: ChainRound, outputs: TargetOutput, paths: list[
     return logits
 
 
-def tell_observers(batch: Batch, round_: ChainRound, logits: list[torch.Tensor], paths: list[list[int]]) -> None:
-    """Tell those who follow a sequence what the target said of its drafts."""
-    for sequence, tree, scores, path in zip(batch.sequences, round_.trees, logits, paths):
+def tell_observers(
+    batch: Batch, trees: Iterable[DraftTree], logits: list[torch.Tensor], paths: list[list[int]]
+) -> None:
+    """Tell those who follow a sequence what the target said of the drafter's drafts, the first nodes of a round."""
+    for sequence, tree, scores, path in zip(batch.sequences, trees, logits, paths):
         if sequence.observer is not None:
-            sequence.observer.add_round(sequence.context, tree, scores[0], path)
+            own = [node for node in path if node < len(tree)]
+            sequence.observer.add_round(sequence.context, tree, scores[0, : len(tree) + 1], own)
 
 
 class Batch:
@@ -226,7 +235,9 @@ class Batch:
         self.policy: FixedPolicy = FixedPolicy()
         budget = self.request.tree_budget
         nodes = MAX_AUTO_NODES if budget == AUTO else budget or 0
-        self.max_positions = 1 + max(nodes, *(each.num_drafts for each in sequences))
+        self._max_drafts = max(nodes, *(each.num_drafts for each in sequences))  # of the drafter
+        self.max_positions = 1 + max(self._max_drafts, self.request.max_known)
+        self._no_paths: list[list[int]] = [[]] * len(sequences)
         self.compiled: CompiledForwards | None = None
         self._compiled_contexts: list[DraftContext] = []
         self.now, self.no_drafts = first.now, DraftTree.chain(first.tokens.ids.new_empty(0))
@@ -282,7 +293,7 @@ class Batch:
                 first.config.max_length - 1,
                 [sequence.real for sequence in self.sequences],
                 self.max_positions,
-                self.request.drafting_stats is None,
+                self.request.drafting_stats is None and not self.request.max_known,
                 self.compiled,
                 self.capture,
             )
@@ -316,12 +327,29 @@ class Batch:
             budget = None
         for sequence in self.sequences:
             sequence.sampler = replace(sequence.sampler, tree_budget=MAX_AUTO_NODES if budget == AUTO else budget)
+        self.policy = FixedPolicy(budget is not None, self.request.known_stats if self.request.max_known else None)
         if stats is not None and is_batch:
             self.policy = BatchPolicy(stats)
         elif stats is not None and budget == AUTO:
             self.policy = TreePolicy(stats)
         elif stats is not None and budget is None:
             self.policy = ChainPolicy(stats)
+
+    def known_paths(self, counts: list[int], free_columns: int) -> tuple[list[list[int]], list[int]]:
+        """Return of each sequence the drafts that are known without the drafter, and how many to ask the drafter for.
+
+        Args:
+            counts: How many each would be asked for.
+            free_columns: How many drafts fit into the cache.
+        """
+        if not self.request.max_known:
+            return self._no_paths, counts
+        known = [sequence.known_path(free_columns) for sequence in self.sequences]
+        if not any(known):
+            return self._no_paths, counts
+        joined = self.policy.join(known, counts)
+        paths = [list(path.tokens[:length]) if path else [] for path, (length, _) in zip(known, joined)]
+        return paths, [count if asks_drafter else 0 for count, (_, asks_drafter) in zip(counts, joined)]
 
     def compile_drafter(self) -> None:
         """Let the drafter's passes run compiled where the target's rounds do. With adapters they run eagerly: a
@@ -333,7 +361,7 @@ class Batch:
         # Windows have room for any text. Its length in steps, as each other room would be compiled for.
         max_tokens = self.round_forward.cache.capacity or self.request.static_cache_length(config, config.max_length)
         max_new = 1 + max(sequence.num_drafts for sequence in self.sequences)
-        sizes = max_tokens, max_new, self.max_positions - 1
+        sizes = max_tokens, max_new, self._max_drafts
         compiled = self.drafter.compiled_contexts(self.target, contexts, *sizes, self.compiled)
         self._compiled_contexts = cast("list[DraftContext]", list(compiled))
 

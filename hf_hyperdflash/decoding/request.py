@@ -17,10 +17,13 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationConfig
 
+from ..auto.copies import MAX_KNOWN, KnownStats
 from ..auto.policies import MAX_AUTO_NODES, DraftingStats
 from ..drafters.adapters import BASE, check_adapter, using
 from ..drafters.base import AUTO, Drafter, Observer
 from ..drafters.sampling import DraftRequest, DraftSampler
+from ..drafters.without_weights.lookup import Lookup
+from ..grammars.processor import grammar_of
 from ..targets.caches.name import CACHE
 from ..targets.caches.round_cache import layers_with_keys
 from ..targets.hooks import OPEN_FORWARDS
@@ -49,11 +52,13 @@ class PairFacts(NamedTuple):
         layer_ids: The layers of the target whose residual streams the drafter reads.
         vocab_size: The target's when the two were checked. Rows may be added to a bound target's embedding.
         stats: What "auto" knows of their rounds, by `do_sample`, and by the texts' adapters where there are some.
+        known_stats: What is known of copies for them, by the same.
     """
 
     layer_ids: tuple[int, ...]
     vocab_size: int
     stats: dict[object, DraftingStats]
+    known_stats: dict[object, KnownStats]
 
 
 class CheckedPairs(WeakKeyDictionary[Drafter, PairFacts]):
@@ -100,7 +105,7 @@ class Pair:
         facts = None if known is None else known.get(drafter)
         if facts is None or facts.vocab_size != target.config.vocab_size:
             drafter.check_target(target)
-            facts = PairFacts(tuple(drafter.layers_read(target)), target.config.vocab_size, {})
+            facts = PairFacts(tuple(drafter.layers_read(target)), target.config.vocab_size, {}, {})
             if known is not None:
                 known[drafter] = facts
         return cls(target, drafter, facts)
@@ -203,6 +208,9 @@ class Request:
         adapters: Of the drafter's, for each text, as in [`Pair`].
         num_drafts: The most drafts of a round, one after the other.
         drafting_stats: What "auto" knows of the pair, to draft what saves time; `None` to draft what is asked for.
+        lookup: Whether to copy what followed the last tokens where they occurred before: of the text itself, and of a
+            [`~drafters.without_weights.lookup.Lookup`].
+        known_stats: What is known of such copies.
 
     Raises:
         ValueError: If the drafter does not fit the target, or cannot draft as much as is asked for.
@@ -225,16 +233,29 @@ class Request:
         # Without a prompt, transformers starts one with the target's first token.
         self.rows = (texts if type(texts) is int else 1) * (1 if self.ids is None else len(self.ids))
         self.tree_budget: int | Literal["auto"] | None = self.setting("tree_budget")
+        processors = arguments.get("logits_processor") or ()
+        self._grammars = [grammar for each in processors if (grammar := grammar_of(each)) is not None]
+        lookup = self.setting("lookup")
+        self.lookup: bool | Lookup = False if lookup is None else lookup
         if self.drafter is not None:
             self.pair, count = Pair.checked(self.target, self.drafter), self._num_assistant_tokens(self.drafter)
             max_drafts = self.drafter.max_draft_tokens or _MAX_AUTO_DRAFTS
             self.num_drafts = max_drafts if count == AUTO else cast(int, count)
             self.adapters = self._adapters(self.drafter)
             self.drafting_stats: DraftingStats | None = None
+            own = sorted({adapter for adapter in self.adapters if adapter is not None})
+            draws, facts = bool(self.setting("do_sample")), self.pair.facts
+            kind = (draws, *own) if own else draws
             if AUTO in (count, self.tree_budget):
-                stats, draws = self.pair.facts.stats, bool(self.setting("do_sample"))
-                own = {adapter for adapter in self.adapters if adapter is not None}
-                self.drafting_stats = stats.setdefault((draws, *sorted(own)) if own else draws, DraftingStats())
+                self.drafting_stats = facts.stats.setdefault(kind, DraftingStats())
+                # Not beside a fixed number of nodes, which every round has.
+                self.lookup = self.tree_budget in (None, AUTO) if lookup is None else lookup
+            self.known_stats = facts.known_stats.setdefault(kind, KnownStats())
+
+    @property
+    def max_known(self) -> int:
+        """The most drafts of a round that are known without the drafter, one after the other."""
+        return MAX_KNOWN if self.lookup or self._grammars else 0
 
     def setting(self, name: str) -> Any:
         """Return what an argument, or else a generation configuration, the caller's before the target's, says."""
@@ -285,6 +306,9 @@ class Request:
                 "first."
             )
         check_tree_budget(self.tree_budget)
+        self._check_lookup()
+        for grammar in self._grammars:
+            grammar.check(1 if self.ids is None else len(self.ids), self.target.config.vocab_size)
         if cache is not None:
             check_layers_agree(self.target, cache)
         if self.other_way in _WITHOUT_DRAFTS or (assistant is None and self.other_way in (None, "dola_layers")):
@@ -303,6 +327,21 @@ class Request:
                 self._check_several_texts()
         elif self.other_way != "is_assistant":  # whose cache is transformers' own, and filled between its calls
             self._check_assistant()
+
+    def _check_lookup(self) -> None:
+        lookup = self.lookup
+        if not isinstance(lookup, (bool, Lookup)):
+            raise ValueError(
+                f"`lookup` is {lookup!r}, expected True, False or a `Lookup`: for texts to copy from pass "
+                "`Lookup(documents=[...])` with the token ids of each."
+            )
+        if lookup and self.drafter is None:
+            raise ValueError(
+                f"`lookup` is {lookup!r}, but there is no drafter whose drafts it could join: pass `assistant_model`, "
+                "for example a `PromptLookupDrafter`, or leave it out."
+            )
+        if isinstance(lookup, Lookup):
+            lookup.check_vocabulary(self.target.config.vocab_size)
 
     def _check_drafting(self) -> None:
         if self.setting("use_cache") is False:
@@ -443,7 +482,7 @@ class Request:
             ValueError: If rounds cannot run on it.
         """
         if not is_static_attention_cache(cache):
-            self.target.make_rewindable(cache, self.num_drafts)
+            self.target.make_rewindable(cache, max(self.num_drafts, self.max_known))
             check_croppable(cache)
             return
         if self.target.tree_verification != "mask":

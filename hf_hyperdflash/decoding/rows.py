@@ -23,6 +23,7 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationConfig
 
 from ..drafters.sampling import stateless_types
+from ..grammars.processor import grammar_of
 
 _CALLED = ("logits_processor", "stopping_criteria")  # after every token, and some remember what they were called with
 _STOCK_CRITERIA = "transformers.generation.stopping_criteria"  # the module of criteria that keep no state
@@ -60,7 +61,7 @@ def rows_of(
     """
     rows = len(batch.ids)
     called = {name: list(call.get(name) or ()) for name in _CALLED}
-    copies = _Copies([each for given in called.values() for each in given])
+    copies = _Copies([each for given in called.values() for each in given if not _is_shared(each)])
     allowed = call.get("prefix_allowed_tokens_fn")
     of_prompts = {
         "encoder_input_ids": prompts,
@@ -72,10 +73,7 @@ def rows_of(
         copied, arguments = copies.memo(), _arguments_of(batch.arguments, row, rows)
         prompt = row * len(prompts) // rows
         given_processors, given_criteria = (
-            [
-                each if _keeps_no_state(each) else _InItsRow(_copy(each, f"`{name}`", copied), row, rows)
-                for each in given
-            ]
+            [each if _is_shared(each) else _InItsRow(_copy(each, f"`{name}`", copied), row, rows) for each in given]
             for name, given in called.items()
         )
         processors = target._get_logits_processor(
@@ -90,6 +88,27 @@ def rows_of(
         criteria = target._get_stopping_criteria(config, given_criteria, tokenizer=tokenizer)
         found.append(Row(batch.ids[row : row + 1], arguments, processors, criteria))
     return found
+
+
+def with_grammars(row: Row, number: int, rows: int, vocab_size: int) -> Row:
+    """Return a text with its own state of each grammar among its processors.
+
+    Args:
+        row: The text.
+        number: Of its row.
+        rows: Of all texts.
+        vocab_size: The target's.
+    """
+    ids, own = row.ids[0].cpu(), LogitsProcessorList()
+    for each in row.processors:
+        grammar = grammar_of(each)
+        own.append(each if grammar is None else grammar.begin(ids, number, rows, vocab_size))
+    return row._replace(processors=own)
+
+
+def _is_shared(called: object) -> bool:
+    """Return whether texts need no copies of a processor or criterion."""
+    return _keeps_no_state(called) or grammar_of(called) is not None
 
 
 def _arguments_of(arguments: Mapping[str, Any], row: int, rows: int) -> dict[str, Any]:

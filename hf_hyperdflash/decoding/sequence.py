@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,8 +20,10 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from ..auto.copies import KnownPath
 from ..drafters.base import Drafter, EmptyContext
 from ..drafters.sampling import Context, DraftRequest, DraftSampler
+from ..drafters.without_weights.lookup import Lookup
 from ..targets.caches.name import CACHE
 from ..targets.caches.seen_keys import CachedText
 from ..targets.target import RewindableCache, TargetOutput, check_restart
@@ -30,6 +33,7 @@ from .outputs import OutputRecorder
 from .request import CONTEXT, Pair, Request
 from .rounds import ChainRound, Choices, TokenBuffer
 from .rows import Row
+from .sources import CopySource, DraftSource, GrammarSource
 from .stats import SpeculationStats, clock
 
 logger = logging.getLogger(__name__)
@@ -56,6 +60,7 @@ class Sequence:
         is_greedy: Whether the target's most probable tokens are written, and nobody asks for more of them.
         context: The drafter's.
         residuals: Residual streams of what is in the target's cache and not yet in the context.
+        sources: Who knows how the text may go on, beside the drafter.
         finished: Whether the text has ended.
         can_use_inference_mode: Whether nobody gets hold of what its rounds compute.
         streamer_seconds: Seconds in the caller's streamer, which no draft can save.
@@ -96,6 +101,11 @@ class Sequence:
         self.context = load_context(self.cache, self.pair)
         self.residuals: list[torch.Tensor] = []
         self.finished, self.streamer_seconds, self.now = False, 0.0, clock(target.model.device)
+        self.sources: list[DraftSource] = [GrammarSource(each, self.stopping.ends) for each in self.sampler.grammars]
+        if request.lookup:
+            ids = self.tokens.unpadded if self.real is None else self.tokens.unpadded[self.real.bool()]
+            documents = request.lookup if isinstance(request.lookup, Lookup) else None
+            self.sources.append(CopySource(ids.flatten().tolist(), request.known_stats.chances, documents))
 
     # Draft
 
@@ -104,7 +114,19 @@ class Sequence:
 
         The target adds one of its own, and a tree is no deeper than it has nodes.
         """
-        limit = min(self.num_drafts, self.sampler.tree_budget or self.num_drafts)
+        return self._fitting(min(self.num_drafts, self.sampler.tree_budget or self.num_drafts))
+
+    def known_path(self, free_columns: int) -> KnownPath | None:
+        """Return how the text may go on, as far as that fits and is known without the drafter."""
+        limit = self._fitting(min(self.request.max_known, free_columns, self.sampler.tree_budget or sys.maxsize))
+        paths = [path for source in self.sources if (path := source.path(limit))] if limit else []
+        for grammar in self.sampler.grammars:
+            counts = [grammar.count_allowed(path.tokens) for path in paths]
+            paths = [path.first(count) for path, count in zip(paths, counts) if count]
+        return max(paths, key=lambda path: sum(path.reach), default=None)
+
+    def _fitting(self, limit: int) -> int:
+        """Return how many of `limit` drafts, one after the other, fit into the text."""
         if self.target.rope_switch is not None:
             seen = 1 + int(self.tokens.text_positions(self.tokens.end - 1, self.tokens.end))
             limit = int(min(limit, self.target.rope_switch.max_drafts(seen)))
@@ -151,10 +173,16 @@ class Sequence:
             self.stats.draft_seconds += self.now() - began
         self.context.end = end
 
-    def catch_up(self, asks_drafter: bool) -> None:
+    def catch_up(self, asks_drafter: bool, has_drafts: bool = True) -> None:
         """Give the drafter what stays of a round, if it is asked for drafts or if that is much. Of what a drafter that
-        is not asked would read, keep what is near."""
+        is not asked would read, keep what is near.
+
+        Args:
+            asks_drafter: Whether it is asked in rounds like this one.
+            has_drafts: Whether this text's drafts are its own; else it can wait for what stays.
+        """
         end = self.tokens.end - 1
+        asks_drafter = asks_drafter and (has_drafts or len(self.residuals) >= _CATCH_UP)
         is_behind = self.observer is not None and end - self.context.end >= _CATCH_UP
         if self.finished or asks_drafter or is_behind:
             self.extend(end)
@@ -188,6 +216,8 @@ class Sequence:
             steps = self._walk(tree, logits, round_, outputs)
         for token, node in steps:
             self.tokens.append(token)
+            for source in self.sources:
+                source.append(token)
             path += [] if node is None else [node]
             self.stats.add_token(tree, node)
             if self.streamer is not None:
@@ -234,6 +264,8 @@ class Sequence:
             self.streamer.end()
         if self.observer is not None:
             self.observer.end(self.stats)
+        for source in self.sources:
+            source.end()
 
     def check_drafts(self) -> None:
         """Warn once of a drafter whose states overflow in float16: none of its drafts is accepted. It is asked for its
@@ -265,13 +297,13 @@ class Stopping:
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
-        self._ends: set[int] = set()
+        self.ends: set[int] = set()
         self._max_length = float("inf")
         self._others = StoppingCriteriaList()
         for criterion in criteria:
             is_known = False
             if type(criterion) is EosTokenCriteria:
-                self._ends |= set(criterion.eos_token_id.flatten().tolist())
+                self.ends |= set(criterion.eos_token_id.flatten().tolist())
                 is_known = True
             elif type(criterion) is MaxLengthCriteria:
                 self._max_length = min(self._max_length, criterion.max_length)
@@ -284,7 +316,7 @@ class Stopping:
     def __call__(self, token: int, text: TokenBuffer, scores: list[torch.Tensor]) -> bool:
         """Return whether a text, which ends in `token`, is finished."""
         is_over = bool(self._others(text.ids, tuple(scores) or None).all()) if self._others else False
-        return is_over or token in self._ends or text.length >= self._max_length
+        return is_over or token in self.ends or text.length >= self._max_length
 
 
 class StoredContext:

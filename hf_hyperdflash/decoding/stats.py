@@ -75,6 +75,8 @@ class SpeculationStats:
             had none (prompt lookup); with no room for a draft before the end of the text it is no round.
         tokens: New tokens, the prefill's first one included.
         nodes: Drafts of all rounds, those of several paths through a tree included.
+        known_nodes: Of these, drafts that were known without the drafter: copies of what was found by `lookup`.
+        known_accepted: How many of these the target accepted.
         draft_positions: Most drafts, one after the other, that a round verified.
         emitted: Tokens that each round emitted, accepted drafts and the target's own token.
         accepted: Accepted drafts of each round.
@@ -92,6 +94,8 @@ class SpeculationStats:
     rounds: int = 0
     tokens: int = 0
     nodes: int = 0
+    known_nodes: int = 0
+    known_accepted: int = 0
     draft_positions: int = 0
     emitted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -116,8 +120,8 @@ class SpeculationStats:
         """Add another call's."""
         self.draft_positions = max(self.draft_positions, other.draft_positions)
         for name in (
-            "rounds", "tokens", "nodes", "emitted", "accepted", "written", "by_head", "trees", "draft_seconds",
-            "verify_seconds", "loop_seconds", "of_batch",
+            "rounds", "tokens", "nodes", "known_nodes", "known_accepted", "emitted", "accepted", "written", "by_head",
+            "trees", "draft_seconds", "verify_seconds", "loop_seconds", "of_batch",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self

@@ -1,7 +1,8 @@
 """How drafts are drawn for a request: greedily or at random, after those logits processors that may run on drafts.
 
 A draft that the target rejects was never part of the text, so a processor that remembers what it was called with must
-not see it. Drafting without one costs acceptance, never correctness: what is drafted is verified with all of them.
+not see it. Drafting without one costs acceptance, never correctness: what is drafted is verified with all of them. A
+grammar knows its state after each path of drafts ([`~grammars.processor.TextGrammar`]).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
+from ..grammars.processor import TextGrammar
 from ..trees.draws import sample_index
 from ..trees.growth import (
     Admission,
@@ -55,7 +57,7 @@ _STATELESS = {
 _WITHOUT_TEXT = {
     "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinPLogitsWarper",
     "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper",
-    "TopPLogitsWarper", "TypicalLogitsWarper",
+    "TopPLogitsWarper", "TypicalLogitsWarper", "TextGrammar",
 }  # fmt: skip
 
 # And of these, what makes the same of some tokens' scores, whether all others have minus infinity or are not there.
@@ -63,8 +65,10 @@ _OF_SOME_TOKENS = {"MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWar
 
 
 def without_state(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Return those of `processors`, in their order, that are transformers' own and known to keep no state."""
-    return LogitsProcessorList(_for_paths(each) for each in processors if type(each) in stateless_types())
+    """Return those of `processors`, in their order, that may run on drafts: grammars, which have a state for each
+    path, and transformers' own that are known to keep none."""
+    known = {*stateless_types(), TextGrammar}
+    return LogitsProcessorList(_for_paths(each) for each in processors if type(each) in known)
 
 
 @cache
@@ -111,25 +115,29 @@ class DraftSampler:
         )
         object.__setattr__(self, "processors", may_run)
 
-    def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return the scores by which drafts are drawn after prefixes.
-
-        Args:
-            prefixes: `[paths, seq]`, the text and the drafts before.
-            logits: The drafter's, `[paths, config.vocab_size]`.
-        """
-        return self.processors(cast(Any, prefixes), cast(Any, logits.to(prefixes.device, torch.float32)))
-
     def scored_after(self, ids: torch.Tensor, drafts: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Do the same as [`scored`], without a copy of the text for every path where nobody reads it.
+        """Return the scores by which drafts are drawn after paths of a text.
 
         Args:
             ids: `[1, seq]`, the text.
             drafts: What follows it on each path, `[paths, drafts]`.
             logits: The drafter's, `[paths, config.vocab_size]`.
         """
+        # Without a copy of the text for every path where nobody reads it.
         text = torch.cat([ids.expand(len(drafts), -1), drafts], dim=1) if self._reads_text else drafts
-        return self.scored(text, logits)
+        return self.scored(text, drafts.tolist() if self.grammars else (), logits, are_drafted=True)
+
+    def scored(
+        self, text: torch.Tensor, paths: Sequence[Sequence[int]], logits: torch.Tensor, are_drafted: bool = False
+    ) -> torch.Tensor:
+        """Do the same from the text of each path, `[paths, seq]`, and its drafts: grammars read the latter."""
+        scores = logits.to(text.device, torch.float32)
+        for each in self.processors:
+            if isinstance(each, TextGrammar):
+                scores = each.masked(paths, scores, are_drafted)
+            else:
+                scores = each(cast(Any, text), cast(Any, scores))
+        return scores
 
     def scored_step(self, ids: torch.Tensor, drafts: torch.Tensor, step: DraftStep) -> DraftStep:
         """Do the same as [`scored_after`] with a drafter's step: over the tokens that it can draft alone, where no
@@ -137,6 +145,11 @@ class DraftSampler:
         if any(type(processor).__name__ not in _OF_SOME_TOKENS for processor in self.processors):
             step = step.whole()
         return step._replace(logits=self.scored_after(ids, drafts, step.logits))
+
+    @property
+    def grammars(self) -> list[TextGrammar]:
+        """The text's grammars."""
+        return [each for each in self.processors if isinstance(each, TextGrammar)]
 
     @property
     def _reads_text(self) -> bool:
@@ -147,12 +160,13 @@ class DraftSampler:
         is."""
         both = list(zip(self.processors, other.processors))
         are_as_many = len(self.processors) == len(other.processors)
-        return are_as_many and not self._reads_text and all(_is_same(*pair) for pair in both)
+        depend_on_text = self._reads_text or self.grammars
+        return are_as_many and not depend_on_text and all(_is_same(*pair) for pair in both)
 
     def scored_tree(self, ids: torch.Tensor, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
-        """Return the scores by which the target writes after the anchor and after each node of a tree, as [`scored`]
-        does: all at once where no processor reads the text. Those that do get one path at a time, as before 5.20 or so
-        some know but one.
+        """Return the scores by which the target writes after the anchor and after each node of a tree, as
+        [`scored_after`] does: all at once where no processor reads the text. Those that do get one path at a time, as
+        before 5.20 or so some know but one.
 
         Args:
             ids: `[1, seq]`, the text.
@@ -162,12 +176,15 @@ class DraftSampler:
         if not len(self.processors):
             return logits
         if not self._reads_text:
-            return self.scored(ids.expand(len(logits), -1), logits)
+            tokens = tree.tokens.tolist() if self.grammars else []
+            paths = [[tokens[each] for each in tree.path(node)] for node in range(ANCHOR, len(tokens))]
+            return self.scored(ids.expand(len(logits), -1), paths, logits)
         scores = []
         for node in range(ANCHOR, len(tree)):
             path = torch.tensor(tree.path(node), dtype=torch.long, device=tree.tokens.device)
-            drafts = tree.tokens[path].to(ids.device)[None]
-            scores.append(self.scored_after(ids, drafts, logits[node + 1 : node + 2].clone()))
+            text = torch.cat([ids, tree.tokens[path].to(ids.device)[None]], dim=1)
+            drafts = text[:, ids.shape[1] :].tolist() if self.grammars else ()
+            scores.append(self.scored(text, drafts, logits[node + 1 : node + 2].clone()))
         return torch.cat(scores)
 
     def draft_independent(self, ids: torch.Tensor, logits: torch.Tensor) -> DraftTree:
@@ -177,13 +194,14 @@ class DraftSampler:
             ids: `[1, seq]`, the text.
             logits: The drafter's, `[1, drafts, config.vocab_size]`.
         """
-        if self.tree_budget is not None or self._reads_text or not logits.shape[1]:
+        depend_on_drafts = self._reads_text or self.grammars
+        if self.tree_budget is not None or depend_on_drafts or not logits.shape[1]:
             return self.grow(
                 ids, logits.shape[1], lambda k, tokens, _: DraftStep(logits[:, k].expand(len(tokens), -1))
             )
         if not (self.do_sample or len(self.processors) or self.chain_admission):
             return DraftTree.chain(logits.argmax(-1)[0])
-        scores = self.scored(ids.expand(logits.shape[1], -1), logits[0])
+        scores = self.scored(ids.expand(logits.shape[1], -1), (), logits[0])
         scores = scores if self.chain_admission is None else scores[: self.admitted(top1_probabilities(scores))]
         if not self.do_sample:
             return DraftTree.chain(scores.argmax(-1))

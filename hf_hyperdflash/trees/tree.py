@@ -28,7 +28,8 @@ class DraftTree:
             have the distribution that remained for them.
         confidence: The drafter's probability that each node is accepted once its parent is, `[nodes]`; `None` if the
             drafter gives none.
-        passes: The number of the drafter's pass that made each node, from 1; `None` for all in one.
+        passes: The number of the drafter's pass that made each node, from 1, or 0 where no pass did; `None` for all in
+            one.
         by_head: Whether a sequential head chose each node, although the block alone finds another token more
             probable; `None` if there is no head, or nobody asked ([`~decoding.stats.keep_trees`]).
 
@@ -75,6 +76,29 @@ class DraftTree:
         q, confidence = self.q and self.q[:count], None if self.confidence is None else self.confidence[:count]
         passes, by_head = self.passes and self.passes[:count], self.by_head and self.by_head[:count]
         return DraftTree(self.tokens[:count], self.parents[:count], q, confidence, passes, by_head)
+
+    def with_path(self, path: Sequence[int]) -> DraftTree:
+        """Return the tree with a path from the anchor on, of tokens that were not drawn at random. Where a path of the
+        tree begins with the same tokens, it shares their nodes.
+
+        What is new comes behind all nodes, and so last among its siblings: whether it is there may depend on the
+        tokens that were drawn for these.
+        """
+        drafts, at, shared = self.tokens.tolist(), ANCHOR, 0
+        for token in path:
+            child = next((node for node in self.children.get(at, ()) if drafts[node] == token), None)
+            if child is None:
+                break
+            at, shared = child, shared + 1
+        new, count = path[shared:], len(self)
+        if not new:
+            return self
+        parents = (*self.parents, at, *range(count, count + len(new) - 1))
+        tokens = torch.cat([self.tokens, torch.tensor(new, dtype=self.tokens.dtype, device=self.tokens.device)])
+        q = None if self.q is None else (*self.q, *[None] * len(new))
+        passes = None if self.passes is None else (*self.passes, *[0] * len(new))
+        by_head = None if self.by_head is None else (*self.by_head, *[False] * len(new))
+        return DraftTree(tokens, parents, q, None, passes, by_head)
 
     @cached_property
     def is_chain(self) -> bool:

@@ -75,8 +75,8 @@ def test_benchmark_writes_results_and_report(monkeypatch, capsys, measured, tmp_
         unrolled(kind, target).save_pretrained(tmp_path / kind)
     drafters = [
         DRAFTER, f"Mine (2)={DRAFTER}", f"Tree (3, 9 nodes)={DRAFTER}", f"Mine (auto)={DRAFTER}",
-        f"Tree (auto, auto nodes)={DRAFTER}", f"Learns (2, adaptive)={DRAFTER}", tmp_path / "specblock",
-        tmp_path / "eagle3", "prompt-lookup", "Mine (4, 8 nodes)=prompt-lookup",
+        f"Tree (auto, auto nodes)={DRAFTER}", f"Copies (2, lookup)={DRAFTER}", f"Learns (2, adaptive)={DRAFTER}",
+        tmp_path / "specblock", tmp_path / "eagle3", "prompt-lookup", "Mine (4, 8 nodes)=prompt-lookup",
     ]  # fmt: skip
     printed = run("benchmark", "--target", TARGET, "--mtp", 3, "--mtp", 1, "--prompt-lookup", 4, *measured,
                   "--max-new-tokens", 10, *(part for each in drafters for part in ("--drafter", each)))  # fmt: skip
@@ -84,8 +84,8 @@ def test_benchmark_writes_results_and_report(monkeypatch, capsys, measured, tmp_
     names, lines = results_in(out)
     assert names == [
         "Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", f"{NAME} (8)", "Mine (2)", "Tree (3, 9 nodes)",
-        "Mine (auto)", "Tree (auto, auto nodes)", "Learns (2, adaptive)", "SpecBlock (8)", "EAGLE-3 (7)",
-        "Prompt lookup (10)", "Mine (4, 8 nodes)",
+        "Mine (auto)", "Tree (auto, auto nodes)", "Copies (2, lookup)", "Learns (2, adaptive)", "SpecBlock (8)",
+        "EAGLE-3 (7)", "Prompt lookup (10)", "Mine (4, 8 nodes)",
     ]  # fmt: skip
     drafted = {line["method"]: line["draft_positions"] for line in lines}
     assert drafted["Mine (2)"] == 2 and drafted["MTP (1)"] == 1 and 1 <= drafted["Tree (3, 9 nodes)"] <= 3

@@ -27,13 +27,14 @@ from transformers import (
 )
 from transformers.generation import stopping_criteria
 
-from hf_hyperdflash import bind, capture_residual
+from hf_hyperdflash import AfterReasoning, GrammarProcessor, bind, capture_residual
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.targets.caches.name import cache_of
 
 from ..conftest import CSA, HCA, MIXES, perfect, prompt, tiny_drafter, tiny_target
 from ..fuzz_trees import padded_on_the_left
 from ..helpers import families
+from ..helpers.grammars import random_table
 from ..helpers.tree_drafters import RandomChains, RandomTrees, is_wide
 
 GREEDILY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
@@ -200,6 +201,14 @@ REQUESTS = {
     **{f"an end token at {at}": lambda written, at=at: {"eos_token_id": [written[at], 1]} for at in (0, 2, 5, 10)},
     "end tokens in a tensor": lambda written: {"eos_token_id": torch.tensor([1, 2, written[7]])},  # no row for a text
     **{f"a criterion at {at}": lambda written, at=at: {"stopping_criteria": [StopsAfter(at)]} for at in (1, 4, 9)},
+    "a grammar": lambda written: {"logits_processor": [GrammarProcessor(random_table(4))]},
+    "a grammar, drawn": lambda written: {
+        "logits_processor": [GrammarProcessor(random_table(5))], "do_sample": True, "top_k": 1, "temperature": 0.7,
+    },
+    "a grammar behind reasoning": lambda written: {
+        "logits_processor": [GrammarProcessor(AfterReasoning(random_table(6), written[3], budget=11))],
+        "eos_token_id": [*range(20)],
+    },
     "two end tokens": lambda written: {"stopping_criteria": [TwiceEos([*written[4:6], 1])]},
     **{f"a stop string at {at}": lambda written, at=at: stop_strings(written, at) for at in (3, 7, 10)},
 }  # fmt: skip

@@ -59,3 +59,17 @@ def test_the_first_nodes_keep_what_is_known_of_them():
     assert [id(one) for one in first.q] == [id(one) for one in q[:2]]
     assert torch.equal(first.confidence, tree.confidence[:2])
     assert (first.passes, first.by_head) == ((1, 1), (False, True))
+
+
+def test_a_path_shares_the_nodes_that_it_begins_with_and_its_own_come_last():
+    q = tuple(torch.ones(9) / 9 for _ in range(3))
+    tree = DraftTree(torch.tensor([5, 6, 7]), (ANCHOR, 0, 0), q, torch.rand(3), (1, 1, 2), (False, True, False))
+    joined = tree.with_path([5, 7, 8, 6])
+    assert (joined.tokens.tolist(), joined.parents) == ([5, 6, 7, 8, 6], (ANCHOR, 0, 0, 2, 3))
+    assert joined.q == (*q, None, None) and joined.confidence is None
+    assert (joined.passes, joined.by_head) == ((1, 1, 2, 0, 0), (False, True, False, False, False))
+    other = tree.with_path([6, 5])
+    assert (other.tokens.tolist(), other.parents) == ([5, 6, 7, 6, 5], (ANCHOR, 0, 0, ANCHOR, 3))
+    assert tree.with_path([5, 6]) is tree and tree.with_path([]) is tree
+    alone = DraftTree.chain(torch.empty(0, dtype=torch.long)).with_path([3, 4])
+    assert (alone.tokens.tolist(), alone.parents, alone.q) == ([3, 4], (ANCHOR, 0), None)

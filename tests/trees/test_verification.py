@@ -219,6 +219,28 @@ def test_every_token_of_a_round_has_the_targets_distribution(rule, name, seed):
         assert expected_tokens(law) > expected_tokens(law_of_a_round(SHAPES[name], p_after, q_after)[0]) - 1e-9
 
 
+# Drawn trees of which a part, or nothing, is as the path that joins them; and chains, and nothing beside the path.
+JOINED = {"chain": SHAPES["chain"], "siblings": SHAPES["siblings"], "three of three": SHAPES["three of three"],
+          "drawn again": [(drawn_again, 2), (drawn_again, 1)], "path alone": []}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_a_known_path_that_joins_drawn_ones_leaves_the_targets_distribution(rule, name, seed):
+    def p_after(text: Text) -> torch.Tensor:
+        return some_distribution(3, "p", name, seed, text)
+
+    path, law, alone = random.Random(seed).choices(range(3), k=3), defaultdict(float), defaultdict(float)
+    for probability, branches in drafted((), JOINED[name], lambda text: some_distribution(3, "q", name, seed, text)):
+        tree = as_tree(branches)
+        for drafts, found in ((tree, alone), (tree.with_path(path), law)):
+            for weight, (text, _) in every_outcome(lambda drafts=drafts: walked(drafts, p_after, rule)):
+                found[text] += probability * weight
+    assert_law_is_the_targets(law, p_after)
+    assert expected_tokens(law) >= expected_tokens(alone) - 1e-9
+
+
 def weights_of(vocab_size: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, 4), min_size=vocab_size, max_size=vocab_size).filter(any)
 

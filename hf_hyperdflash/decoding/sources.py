@@ -1,0 +1,90 @@
+"""Where drafts of a sequence come from beside the drafter: sources that know the text, and say how it may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Protocol
+
+from ..auto.copies import CopyChances, KnownPath
+from ..drafters.without_weights.lookup import SIZES, Lookup, Match, TextIndex
+from ..grammars.processor import TextGrammar
+
+
+class DraftSource(Protocol):
+    """Knows of one sequence how it may go on. What it says depends on the text alone."""
+
+    def append(self, token: int) -> None:
+        """Hear of a token that was written."""
+
+    def path(self, count: int) -> KnownPath | None:
+        """Return at most `count` tokens that may follow the text, at least one; `None` if nothing is known."""
+
+    def end(self) -> None:
+        """Hear that the text has ended."""
+
+
+class CopySource:
+    """Copies what followed the last tokens where they occurred before.
+
+    It follows a match for as long as the text does, and learns from each token whether the copy was right.
+
+    Args:
+        prompt: Token ids, without padding.
+        chances: How probable copies are.
+        lookup: What to copy from beside the text itself.
+    """
+
+    def __init__(self, prompt: list[int], chances: CopyChances, lookup: Lookup | None) -> None:
+        self.text, self.chances, self.lookup = TextIndex(prompt), chances, lookup
+        self._match: Match | None = None
+        self._find()
+
+    def append(self, token: int) -> None:
+        self.text.append(token)
+        match = self._match
+        if match is not None:
+            is_right = match.following == token
+            self.chances.observe(match.length, is_right)
+            self._match = match.moved_on() if is_right else None
+        if self._match is None or self._match.length < SIZES[0]:
+            self._find()
+
+    def _find(self) -> None:
+        """Take a match that is longer than the present one."""
+        last, match = self.text.tokens, self._match
+        for found in (self.text.find(last), self.lookup and self.lookup.find(last)):
+            if found and (match is None or found.length > match.length):
+                match = found
+        self._match = match
+
+    def path(self, count: int) -> KnownPath | None:
+        if self._match is None:
+            return None
+        tokens, length = self._match.copy(count), self._match.length
+        return KnownPath(tokens, [self.chances(length + k) for k in range(len(tokens))]) if tokens else None
+
+    def end(self) -> None:
+        if self.lookup is not None:
+            self.lookup.remember(self.text.tokens)
+
+
+class GrammarSource:
+    """What a text's grammar leaves no choice in.
+
+    Args:
+        grammar: The text's, which hears of every token here.
+        ends: The tokens that end it.
+    """
+
+    def __init__(self, grammar: TextGrammar, ends: Container[int]) -> None:
+        self.grammar, self.ends = grammar, ends
+
+    def append(self, token: int) -> None:
+        self.grammar.accept(token)
+
+    def path(self, count: int) -> KnownPath | None:
+        found = self.grammar.likely_tokens(count, self.ends)
+        return KnownPath(*zip(*found)) if found else None
+
+    def end(self) -> None:
+        """Do nothing: the processor remembers where the text is in its grammar."""

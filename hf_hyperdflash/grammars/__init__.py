@@ -1,0 +1,1 @@
+"""Grammars: logits processors with a state that run on drafts, too, and the states of three libraries."""

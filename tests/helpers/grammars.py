@@ -1,0 +1,65 @@
+"""A small grammar of our own: a table of states, which any text is easily checked against."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import torch
+
+
+class Table:
+    """A grammar over token ids.
+
+    Args:
+        moves: Of each state, the tokens that may follow, and the state that each leads to.
+    """
+
+    def __init__(self, moves: list[dict[int, int]]) -> None:
+        self.moves, self.state = moves, 0
+
+    def allowed(self, vocab_size: int) -> torch.Tensor:
+        mask = torch.zeros(vocab_size, dtype=torch.bool)
+        mask[list(self.moves[self.state])] = True
+        return mask
+
+    def advance(self, token: int) -> None:
+        self.state = self.moves[self.state][token]  # raises at a token that is not allowed
+
+    def fork(self) -> Table:
+        return copy.copy(self)
+
+    def allows(self, tokens: list[int]) -> bool:
+        """Whether a text of these tokens is right, as far as it goes."""
+        state = 0
+        for token in tokens:
+            if token not in self.moves[state]:
+                return False
+            state = self.moves[state][token]
+        return True
+
+
+def random_table(seed: int, states: int = 9, most: int = 8, vocab_size: int = 64, forced: float = 0.3) -> Table:
+    """A table of random moves, in some of whose states one token alone may follow."""
+    chance = random.Random(seed)
+    moves = []
+    for _ in range(states):
+        count = 1 if chance.random() < forced else chance.randint(2, most)
+        moves.append({token: chance.randrange(states) for token in chance.sample(range(2, vocab_size), count)})
+    return Table(moves)
+
+
+def a_word(word: list[int], end: int) -> Table:
+    """The grammar of one text, which `end` ends."""
+    return Table([*({token: at + 1} for at, token in enumerate(word)), {end: len(word)}])
+
+
+class Spelling(Table):
+    """A table that knows, or thinks that it knows, what a target writes in some of its states."""
+
+    def __init__(self, moves: list[dict[int, int]], likely: dict[int, list[int]]) -> None:
+        super().__init__(moves)
+        self.of_states = likely
+
+    def likely(self) -> list[int]:
+        return self.of_states.get(self.state, [])

@@ -22,6 +22,7 @@ from ..sampling import DraftRequest, draft_batch, drafts_of, graph_plan
 
 # What is subtracted from other tokens' logits: they are chosen only where processors leave no candidate.
 _NO_CANDIDATE = 1e4
+_TOKENS_AT_ONCE = 1024  # of a prompt: what a reducer and the layers make of each is several times its residual
 
 
 class BlockDrafter(HiddenStateDrafter):
@@ -178,11 +179,13 @@ class BlockDrafter(HiddenStateDrafter):
     ) -> None:
         """Add accepted tokens to the context, or the last ones that its window keeps. A few tokens wait for the next
         block and go through its pass. Many, those of a prompt, do not wait: their residual is large."""
-        if context.pending is not None:
-            self.flush_pending(context)
-        last, device = slice(-context.window if context.window else None, None), self.device
-        context.pending = residual[:, last].to(device), position_ids[:, last].to(device)
-        if residual.shape[1] > self.max_draft_tokens + 1:
+        count, device = residual.shape[1], self.device
+        for start in range(max(0, count - context.window) if context.window else 0, count, _TOKENS_AT_ONCE):
+            if context.pending is not None:
+                self.flush_pending(context)
+            part = slice(start, start + _TOKENS_AT_ONCE)
+            context.pending = residual[:, part].to(device), position_ids[:, part].to(device)
+        if count > self.max_draft_tokens + 1:
             self.flush_pending(context)
 
     @torch.no_grad()

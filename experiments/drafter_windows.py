@@ -1,13 +1,13 @@
-"""What a drafter's acceptance is after prompts that are longer than its training rows: as it is, with a window over its
-context, and with its positions interpolated.
+"""A drafter's acceptance after prompts longer than its training rows: as it is, with a window over its context, and with
+its positions interpolated.
 
     python experiments/drafter_windows.py --target SMOLLM2 --drafter examples/models/smollm2-135m-hyperdflash \
         --data SUITES --answers greedy.jsonl.gz --output experiments/results/smollm2-135m/windows
 
 A prompt is a conversation: as many earlier questions with their answers as fit (`--answers`, lines of `messages`), and
-a suite's question. The target writes its greedy text once with the drafter, in chunks of the prompt. Then each variant
-drafts the rounds of that same text from what the drafter was handed, so that variants differ by their drafts alone. tau
-is the tokens a round, the interval that of a bootstrap over prompts. A length that is in `results.json` is not run
+a suite's question. The target writes its greedy text once with the drafter. Then each variant
+drafts the rounds of that same text from what the drafter was handed, so that variants differ by their drafts alone.
+tau is the tokens a round, the interval that of a bootstrap over prompts. A length that is in `results.json` is not run
 again.
 """
 
@@ -144,8 +144,7 @@ def measured(length: int, target: Any, drafter: Any, tokenizer: Any, arguments: 
     for ids in prompts_of(length, tokenizer, arguments):
         drafter.observer = heard = Handed()
         text = target.generate(
-            ids, assistant_model=drafter, max_new_tokens=arguments.max_new_tokens, do_sample=False,
-            prefill_chunk_size=1024,
+            ids, assistant_model=drafter, max_new_tokens=arguments.max_new_tokens, do_sample=False
         )  # fmt: skip
         drafter.observer = None
         handed, prompt_length = heard.all(), ids.shape[1]
@@ -230,9 +229,9 @@ def main() -> None:
 def save(results: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     head = (
         f"{datetime.date.today()}, {hardware('cpu')}, {arguments.threads} thread(s), {arguments.dtype}, torch "
-        f"{torch.__version__}, transformers {transformers.__version__}. {arguments.prompts} prompts of each length, from "
-        f"{', '.join(arguments.suites)} after earlier turns; {arguments.max_new_tokens} tokens, temperature 0. The "
-        f"drafter was trained at about {arguments.trained} positions. A draft is timed without what it waits for."
+        f"{torch.__version__}, transformers {transformers.__version__}. {arguments.prompts} prompts of each length, "
+        f"from {', '.join(arguments.suites)} after earlier turns; {arguments.max_new_tokens} tokens, temperature 0. "
+        f"The drafter was trained at about {arguments.trained} positions. A draft is timed without what it waits for."
     )
     save_report(f"# Windows of a drafter\n\n{head}\n\n{table(results)}\n", arguments, results=results)
 

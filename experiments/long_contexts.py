@@ -2,8 +2,8 @@
 
     python experiments/long_contexts.py --output experiments/results/long-contexts
 
-Two random targets of small widths, a dense one (Qwen3) and a DeepSeek-V4, after texts of real lengths. Their caches and
-the drafter's context are filled with random keys and compressed entries, where a forward over the text would take
+Two random targets of small widths, a dense one (Qwen3) and a DeepSeek-V4, after texts of real lengths. Their caches
+and the drafter's context are filled with random keys and compressed entries, where a forward over the text would take
 hours: what they are changes no time. A HyperDFlash drafter of random weights drafts, so that nearly no draft is
 accepted, and a round writes a token, as a plain step does. "Window" is that drafter with a window over its context.
 
@@ -17,6 +17,7 @@ Prompts are run for real, in one piece and in chunks: the most memory that their
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import json
 import random
@@ -24,6 +25,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ from hf_hyperdflash.decoding.request import Pair
 from hf_hyperdflash.decoding.sequence import store_context
 from hf_hyperdflash.decoding.stats import exact_timing
 from hf_hyperdflash.drafters.parts.context import DraftContext, rows_of
+from hf_hyperdflash.targets.caches.deepseek_v4 import make_rewindable
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.targets.registry import target_of
 
@@ -104,6 +107,7 @@ def deepseek_v4(arguments: argparse.Namespace) -> PreTrainedModel:
 
 
 def filled_dense(target: PreTrainedModel, length: int) -> DynamicCache:
+    """A cache with random keys."""
     config, cache = target.config, DynamicCache(config=target.config)
     shape = 1, config.num_key_value_heads, length, config.head_dim
     for layer in range(config.num_hidden_layers):
@@ -113,8 +117,10 @@ def filled_dense(target: PreTrainedModel, length: int) -> DynamicCache:
 
 
 def filled_deepseek_v4(target: PreTrainedModel, length: int) -> DynamicCache:
-    """The target's own after a few tokens, with random entries of compressors for as many tokens as there are to be."""
+    """The target's own after a few tokens, with random entries of compressors for as many tokens as there are to be.
+    A tree is verified by what our layers keep of the last window that closed, so they are there from the start."""
     cache, ids = DynamicCache(config=target.config), torch.full((1, 2 * STEP), 2, device=target.device)
+    make_rewindable(cache)
     with torch.no_grad():
         target.model(ids, **{CACHE: cache})
     for layer in cache.layers:
@@ -122,6 +128,7 @@ def filled_deepseek_v4(target: PreTrainedModel, length: int) -> DynamicCache:
         for name, known in getattr(layer, "compressed_kv", {}).items():
             layer.entry_count[name] = length // layer.compress_rate
             layer.compressed_kv[name] = torch.randn(1, layer.entry_count[name], known.shape[2]).to(known)
+        layer._forget_past()
     return cache
 
 
@@ -194,10 +201,10 @@ class Way:
     """
 
     def __init__(
-        self, name: str, target: PreTrainedModel, drafter: HyperDFlashDrafter | None, fill: Callable[[], DynamicCache],
+        self, name: str, target: PreTrainedModel, drafter: HyperDFlashDrafter | None, filled: DynamicCache,
         length: int, arguments: argparse.Namespace,
     ) -> None:  # fmt: skip
-        self.name, self.target, self.drafter, self.fill, self.length = name, target, drafter, fill, length
+        self.name, self.target, self.drafter, self.filled, self.length = name, target, drafter, filled, length
         self.count, self.seconds = arguments.rounds, list[dict[str, float]]()
         self.options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "assistant_model": drafter}
         if name == TREE:
@@ -205,7 +212,7 @@ class Way:
 
     def run(self, hook: Callable[..., None]) -> DynamicCache:
         """Write tokens; `hook` is called before each forward of the target."""
-        cache, ids = self.fill(), torch.full((1, self.length + 1), 2, device=self.target.device)
+        cache, ids = copy.deepcopy(self.filled), torch.full((1, self.length + 1), 2, device=self.target.device)
         if self.drafter is not None:
             pair = Pair.checked(target_of(self.target), self.drafter)
             store_context(cache, pair, filled_context(self.drafter, self.length))
@@ -229,7 +236,7 @@ class Way:
         with exact_timing():
             self.run(note)
         # From the second round on: the first one makes buffers.
-        between = [end - begin for begin, end in zip(times[2:], times[3 : self.count + 2])]
+        between = [end - begin for begin, end in pairwise(times[2 : self.count + 2])]
         whole, parts = statistics.median(between), dict.fromkeys(PARTS, 0.0)
         if self.drafter is None:
             parts["verifying"] = whole
@@ -246,10 +253,9 @@ class Way:
         live = LiveMemory()
         with live:
             self.run(live.begin)
-        cache = self.fill()
         of_drafter = 0 if self.drafter is None else held_bytes(filled_context(self.drafter, self.length).buffer)
         # The first ones are the prompt's and the first round's, which makes buffers.
-        return {"cache": held_bytes(cache), "context": of_drafter, "round": max(live.peaks[3:])}
+        return {"cache": held_bytes(self.filled), "context": of_drafter, "round": max(live.peaks[3:])}
 
 
 def measured(kind: str, length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -263,10 +269,8 @@ def measured(kind: str, length: int, arguments: argparse.Namespace) -> list[dict
     drafters[WINDOW] = windowed = HyperDFlashDrafter.from_target(target, **shape, sliding_window=arguments.window)
     for drafter in (whole, windowed):
         drafter.bind(target)
-    ways = [
-        Way(name, target, drafter, lambda: fill(target, length), length, arguments)
-        for name, drafter in drafters.items()
-    ]
+    filled = fill(target, length)
+    ways = [Way(name, target, drafter, filled, length, arguments) for name, drafter in drafters.items()]
     order = random.Random(0)
     for run in range(arguments.runs + 1):
         for way in order.sample(ways, len(ways)):
@@ -396,8 +400,8 @@ def save(rows: list[dict[str, Any]], prompts: list[dict[str, Any]], arguments: a
         f"{datetime.date.today()}, {hardware(arguments.device)}, {arguments.threads} thread(s), {arguments.dtype}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}. Random targets of {arguments.layers} "
         f"layers and width {arguments.hidden_size}, a drafter of 2 layers; chains of {arguments.drafts} drafts, trees "
-        f"of {arguments.nodes} nodes, a window of {arguments.window} tokens. Caches and contexts are filled with random "
-        f"keys and entries. The median of {arguments.runs} runs, by turns; nearly no draft is accepted."
+        f"of {arguments.nodes} nodes, a window of {arguments.window} tokens. Caches and contexts are filled with "
+        f"random keys and entries. The median of {arguments.runs} runs, by turns; nearly no draft is accepted."
     )
     report = f"# Long contexts\n\n{head}\n\n{table(rows)}\n\n## Prompts\n\n{prompt_table(prompts)}\n"
     save_report(report, arguments, rows=rows, prompts=prompts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -42,15 +42,29 @@ def attend(
         `[batch, positions, heads, head_dim]`, and no weights.
     """
     batch, heads, count, _ = query.shape
-    shared = heads // key.shape[1]
-    is_plain = attention_mask is None or attention_mask.shape[1] > 1 or shared == 1
-    if is_plain or any(options.get(name) is not None for name in _NOT_MASKS):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
-        )
-    queries, mask = query.reshape(batch, key.shape[1], shared * count, -1), attention_mask.repeat(1, 1, shared, 1)
+    shared, mask = heads // key.shape[1], attention_mask
+    sees_all = mask is None and options.get("is_causal") is False and count > 1
+    is_masked = mask is not None and mask.shape[1] == 1
+    if shared == 1 or not (sees_all or is_masked) or any(options.get(name) is not None for name in _NOT_MASKS):
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **options)
+    queries = query.reshape(batch, key.shape[1], shared * count, -1)
+    mask = None if mask is None else mask.repeat(1, 1, shared, 1)
     out = scaled_dot_product_attention(queries, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return out.reshape(batch, heads, count, -1).transpose(1, 2).contiguous(), None
+
+
+class SharedHeads(NamedTuple):
+    """A mask with which a drafter's layers attend so, `[batch or 1, 1, queries, keys]`; `None` where each query sees
+    all keys."""
+
+    mask: torch.Tensor | None
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: object,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Attend as an implementation of transformers' attention interface does."""
+        return attend(module, query, key, value, self.mask, **options)
 
 
 @contextmanager

@@ -13,14 +13,20 @@ from ..helpers.unrolled import unrolled
 
 SHORT, LONG = 192, 1536  # tokens, multiples of every compression rate
 # Masks, which attention reads, and the choice of an indexer, which is a part of its attention.
-MASKS = {"round_cache.py mask", "context.py block_mask", "context.py causal_mask", "unrolling.py branch",
-         "block_attention.py sees_context"}
+MASKS = {
+    "round_cache.py mask",
+    "context.py block_mask",
+    "context.py causal_mask",
+    "unrolling.py branch",
+    "block_attention.py sees_context",
+}
 INDEXERS = {"deepseek_v4.py one_token_entries", "tree_state.py best_visible", "deepseek_v4.py _see_own_path"}
 
 
 def dense(**fields):
     return made(
-        "qwen3", intermediate_size=48, num_hidden_layers=3, num_key_value_heads=2, max_position_embeddings=2048, **fields
+        "qwen3", intermediate_size=48, num_hidden_layers=3, num_key_value_heads=2, max_position_embeddings=2048,
+        **fields,
     ).eval()  # fmt: skip
 
 

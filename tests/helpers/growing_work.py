@@ -1,4 +1,4 @@
-"""What in a round becomes more work with a longer text, counted by the sizes of tensors that operations read and write."""
+"""What in a round is more work after a longer text, counted by the sizes of tensors that operations touch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ PACKAGE, STOCK = (str(Path(module.__file__).parent) for module in (hf_hyperdflas
 # Attention as the target computes it.
 TARGETS = f"{STOCK}/models", f"{STOCK}/integrations", f"{PACKAGE}/targets/shared_heads.py"
 # Of these the first tensor may be large, and they touch as much of it as of the others.
-BY_INDEX = {"index", "index_select", "gather", "embedding", "index_copy_", "index_put_", "scatter_", "_index_put_impl_"}
+BY_INDEX = {
+    "index",
+    "index_select",
+    "gather",
+    "embedding",
+    "index_copy_",
+    "index_put_",
+    "scatter_",
+    "_index_put_impl_",
+}
 
 
 class Work(TorchDispatchMode):

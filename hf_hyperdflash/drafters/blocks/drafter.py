@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...targets.compiled import CompiledForwards
+from ...targets.shared_heads import SharedHeads
 from ...targets.target import AttentionMask, Target, attention_mask_for, soft_capped
 from ...trees.growth import DraftStep, GraphPlan, GrownChains, GrownNodes, grow_in_graph
 from ...trees.tree import DraftTree, are_trees_kept
@@ -113,7 +114,10 @@ class BlockDrafter(HiddenStateDrafter):
             position_ids = torch.cat([cast(torch.Tensor, residual_position_ids), position_ids], dim=1)
         rotary = self._rotary(hidden, position_ids)
         spans = {kind: config.attention_span(kind) for kind in kinds}
-        masks: dict[str, AttentionMask | MaskPieces | None] = {}
+        masks: dict[str, AttentionMask | MaskPieces | SharedHeads | None] = {}
+        # Of eager rounds, which read long contexts.
+        is_sdpa = config._attn_implementation == "sdpa" and not torch.compiler.is_compiling()
+        shares_heads = is_sdpa and context is not None and config.num_attention_heads > config.num_key_value_heads
         for kind, span in spans.items():
             mask: torch.Tensor | MaskPieces | None
             if attention_mask is not None:
@@ -123,7 +127,9 @@ class BlockDrafter(HiddenStateDrafter):
             else:
                 mask = context.block_mask(span, hidden.shape[1], hidden.device)
             masks[kind] = mask
-            if isinstance(mask, torch.Tensor):
+            if shares_heads and not isinstance(mask, MaskPieces):
+                masks[kind] = SharedHeads(mask)
+            elif isinstance(mask, torch.Tensor):
                 masks[kind] = attention_mask_for(config._attn_implementation, mask, hidden.dtype)
         for index, (layer, kind) in enumerate(zip(self.layers, kinds)):
             known = None if context is None else context.layer(index, spans[kind])

@@ -30,8 +30,8 @@ from .name import CACHE
 
 # Arguments that are another in each round.
 _OWN = (CACHE, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "logits_to_keep")
-# Columns that a dynamic layer gets at once, or a share of those that it has: fewer would be copied too often, more would
-# be memory for nothing.
+# Columns that a dynamic layer gets at once, or a share of those that it has: fewer would be copied too often, more
+# would be memory for nothing.
 _GROWTH, _GROWTH_SHARE = 64, 1 / 16
 
 

@@ -1,5 +1,4 @@
-"""A drafter's acceptance after prompts longer than its training rows: as it is, with a window over its context, and with
-its positions interpolated.
+"""A drafter's acceptance after prompts longer than its training rows: as it is, with a window, and interpolated.
 
     python experiments/drafter_windows.py --target SMOLLM2 --drafter examples/models/smollm2-135m-hyperdflash \
         --data SUITES --answers greedy.jsonl.gz --output experiments/results/smollm2-135m/windows

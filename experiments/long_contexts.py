@@ -61,7 +61,7 @@ NONE, BLOCK, EAGLE = "none", "block", "EAGLE-3"  # drafters of prompts
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 32768, 131072], help="tokens before")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 8192, 32768, 131072], help="tokens before")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--prompts", type=int, nargs="*", default=[8192, 32768], help="tokens of prompts")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens of a chunk of a prompt")

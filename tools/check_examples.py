@@ -88,6 +88,11 @@ RUNS = [
     (f"experiments/benchmark temperature {LOOP} --turns 2", ""),
     ("experiments/benchmark longtext --lengths 20 300 --room 400 --rounds 3 --runs 1 --nodes 8 --layers 1 "
      "--hidden-size 32 --vocab-size 64 --ways growing static --output long", "long/results.json"),
+    ("experiments/long_contexts.py --lengths 128 256 --prompts 64 --chunk 32 --rounds 3 --runs 1 --layers 3 "
+     "--hidden-size 64 --nodes 4 --output contexts", "contexts/report.md contexts/results.json"),
+    (f"experiments/drafter_windows.py {PAIR} --data suites --suites gsm8k --answers answers.jsonl --prompts 2 "
+     "--lengths 96 --windows 8 --trained 48 --max-new-tokens 8 --dtype float32 --output windows",
+     "windows/report.md windows/results.json"),
     ("experiments/benchmark heads --vocab-size 300 --hidden-size 128 --layers 1 --repeats 1 --context 8", ""),
     ("experiments/benchmark heads --target toy --drafter swept/headed-seed0 --candidates 0 5 --limit 1 "
      "--max-new-tokens 4", ""),
@@ -114,6 +119,7 @@ WRONG = [
     ("tools/sample_prompts.py --target TARGET --output b --temperature 0", 2, "--temperature 0 above 0"),
     ("tools/write_numbers.py block.md", 1, "Nobody"),
     ("experiments/benchmark tree_cost --results nowhere", 1, "nowhere/summary.csv"),
+    ("experiments/long_contexts.py --lengths 1000", 2, "--lengths 1000 multiples"),
     ("experiments/benchmark rounds --layers 0", 1, "`target_layer_ids`"),
     ("experiments/benchmark heads --drafter nowhere", 1, "nowhere"),
     (f"experiments/simulate_auto.py {PAIR} --suites suites --plain-ms 1 --round-ms 1 --draft-ms 0 --output b", 1,

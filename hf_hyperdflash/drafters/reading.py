@@ -50,7 +50,8 @@ class LastStateDrafter(SavedDrafter):
     ) -> None:
         """Store the residual of the last accepted token, from which the target's LM head made the anchor."""
         if residual.shape[1]:
-            context.pending = residual[:, -1:], position_ids[:, -1:]
+            # A copy: what is a part of a prompt's residual would keep all of it.
+            context.pending = residual[:, -1:].clone(), position_ids[:, -1:]
 
 
 class HiddenStateDrafter(SavedDrafter):

@@ -16,6 +16,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 from ..trees.tree import TreeLayout
 from .caches.linear import CallRecorder, make_linear_rewindable
 from .hooks import EMBEDDINGS, PerThread
+from .shared_heads import SHARED_HEADS
 
 # How a draft tree is verified. "mask": by one forward with a mask of ancestors, over layers that read nothing but keys
 # that a mask shows them; so it also tells apart the texts of a batch, and the columns of a static cache. "cache": by
@@ -40,7 +41,7 @@ _PARTS = {
     "idx_keys": -2,
 }  # the tensors of layers with an indexer, and their dimension of tokens
 _MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "of no declared kind"})
-MASKED_IMPLEMENTATIONS = frozenset({"eager", "sdpa", "flex_attention"})
+MASKED_IMPLEMENTATIONS = frozenset({"eager", "sdpa", SHARED_HEADS, "flex_attention"})
 AttentionMask = torch.Tensor | BlockMask
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of a module
 Kernel = Callable[[Any, torch.Tensor], Outputs]  # does a module's forward
@@ -443,7 +444,7 @@ def attention_mask_for(implementation: str | None, mask: torch.Tensor, dtype: to
     Raises:
         ValueError: If the implementation takes no masks of this kind.
     """
-    if implementation == "sdpa":
+    if implementation in ("sdpa", SHARED_HEADS):
         return mask
     if implementation == "flex_attention":
         batch, _, queries, keys = mask.shape

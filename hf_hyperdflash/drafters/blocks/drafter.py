@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...targets.compiled import CompiledForwards
+from ...targets.shared_heads import SharedHeads
 from ...targets.target import AttentionMask, Target, attention_mask_for, soft_capped
 from ...trees.growth import DraftStep, GraphPlan, GrownChains, GrownNodes, grow_in_graph
 from ...trees.tree import DraftTree, are_trees_kept
@@ -22,6 +23,7 @@ from ..sampling import DraftRequest, draft_batch, drafts_of, graph_plan
 
 # What is subtracted from other tokens' logits: they are chosen only where processors leave no candidate.
 _NO_CANDIDATE = 1e4
+_TOKENS_AT_ONCE = 1024  # of a prompt: what a reducer and the layers make of each is several times its residual
 
 
 class BlockDrafter(HiddenStateDrafter):
@@ -112,7 +114,10 @@ class BlockDrafter(HiddenStateDrafter):
             position_ids = torch.cat([cast(torch.Tensor, residual_position_ids), position_ids], dim=1)
         rotary = self._rotary(hidden, position_ids)
         spans = {kind: config.attention_span(kind) for kind in kinds}
-        masks: dict[str, AttentionMask | MaskPieces | None] = {}
+        masks: dict[str, AttentionMask | MaskPieces | SharedHeads | None] = {}
+        # Of eager rounds, which read long contexts.
+        is_sdpa = config._attn_implementation == "sdpa" and not torch.compiler.is_compiling()
+        shares_heads = is_sdpa and context is not None and config.num_attention_heads > config.num_key_value_heads
         for kind, span in spans.items():
             mask: torch.Tensor | MaskPieces | None
             if attention_mask is not None:
@@ -122,7 +127,9 @@ class BlockDrafter(HiddenStateDrafter):
             else:
                 mask = context.block_mask(span, hidden.shape[1], hidden.device)
             masks[kind] = mask
-            if isinstance(mask, torch.Tensor):
+            if shares_heads and not isinstance(mask, MaskPieces):
+                masks[kind] = SharedHeads(mask)
+            elif isinstance(mask, torch.Tensor):
                 masks[kind] = attention_mask_for(config._attn_implementation, mask, hidden.dtype)
         for index, (layer, kind) in enumerate(zip(self.layers, kinds)):
             known = None if context is None else context.layer(index, spans[kind])
@@ -178,11 +185,13 @@ class BlockDrafter(HiddenStateDrafter):
     ) -> None:
         """Add accepted tokens to the context, or the last ones that its window keeps. A few tokens wait for the next
         block and go through its pass. Many, those of a prompt, do not wait: their residual is large."""
-        if context.pending is not None:
-            self.flush_pending(context)
-        last, device = slice(-context.window if context.window else None, None), self.device
-        context.pending = residual[:, last].to(device), position_ids[:, last].to(device)
-        if residual.shape[1] > self.max_draft_tokens + 1:
+        count, device = residual.shape[1], self.device
+        for start in range(max(0, count - context.window) if context.window else 0, count, _TOKENS_AT_ONCE):
+            if context.pending is not None:
+                self.flush_pending(context)
+            part = slice(start, start + _TOKENS_AT_ONCE)
+            context.pending = residual[:, part].to(device), position_ids[:, part].to(device)
+        if count > self.max_draft_tokens + 1:
             self.flush_pending(context)
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +17,7 @@ from .block_attention import AttentionSpan
 from .layers import ContextLayer, KeysValues
 
 _ALL = AttentionSpan()
+_LONG = 2048  # tokens from which twice as many columns would be memory for nothing
 
 
 class HasLayers(Protocol):
@@ -160,12 +161,14 @@ def compile_contexts(
 def rows_of(drafter: HasLayers, contexts: Sequence[DraftContext], count: int) -> list[KeysValues]:
     """Return keys and values of every layer, `[texts, kv_heads, capacity, head_dim]`, of texts that draft together,
     with room for `count` columns behind each. The texts share that buffer until they draft with others, so that a
-    round copies nothing; it grows by doubling."""
+    round copies nothing; it grows by a share of its columns."""
     buffer, first = contexts[0].buffer, contexts[0].row
     are_neighbours = all(each.buffer is buffer and each.row == first + i for i, each in enumerate(contexts))
     if not buffer or not are_neighbours or max(each.length for each in contexts) + count > buffer[0][0].shape[2]:
         kept = max(each.length if each.window is None else min(each.length, each.window) for each in contexts)
-        buffer, first = _move(drafter, contexts, 2 * (kept + count) + 64), 0
+        columns = kept + count
+        spare = columns + 64 if columns < _LONG or all(each.window for each in contexts) else columns // 8
+        buffer, first = _move(drafter, contexts, columns + spare), 0
     rows = slice(first, first + len(contexts))
     return [(keys[rows], values[rows]) for keys, values in buffer]
 
@@ -211,6 +214,8 @@ class ContextColumns:
         new: The most keys of a text's pending tokens.
         queries: The number of keys behind these.
         attended: How many columns there are to look at, from the first on.
+        shortest: Keys of the shortest text, those of its pending tokens included: a window leaves out what no text
+            sees.
     """
 
     def __init__(
@@ -220,10 +225,12 @@ class ContextColumns:
         new: int,
         queries: int,
         attended: int,
+        shortest: int = 0,
     ) -> None:
         self.keys_values, self.attended, width = keys_values, attended, new + queries
         self.stop: int | torch.Tensor  # the column behind the pending tokens
         self.columns: slice | torch.Tensor
+        self._shortest = sum(counts) if isinstance(counts, tuple) else shortest
         if isinstance(counts, tuple):
             self.stop, self.columns = sum(counts), slice(counts[0], counts[0] + width)
         else:
@@ -247,7 +254,8 @@ class ContextColumns:
         keys_values = rows_of(drafter, contexts, new + queries)
         counts = [(context.length, size * context.new_count) for context in contexts]
         own = counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=drafter.device)
-        return cls(keys_values, own, new, queries, max(map(sum, counts)) + queries)
+        ends = [sum(each) for each in counts]
+        return cls(keys_values, own, new, queries, max(ends) + queries, min(ends))
 
     def layer(self, index: int, span: AttentionSpan = _ALL) -> ContextLayer:
         """Return a function for one layer's attention. It takes keys and values `[texts, kv_heads, new + queries,
@@ -270,7 +278,8 @@ class ContextColumns:
         if isinstance(self.stop, int):
             return span.mask(block_size, self.stop - self._first_seen(span), device)
         slots = torch.arange(block_size, device=device)[:, None]
-        ahead = torch.arange(self.attended, device=device) - self.stop[:, None]  # [texts, 1, attended]
+        seen = torch.arange(self._first_seen(span), self.attended, device=device)
+        ahead = seen - self.stop[:, None]  # [texts, 1, keys]
         of_context = (ahead < 0) & span.sees_context(slots, -ahead)
         of_block = span.sees_slots(block_size, device)[:, ahead[:, 0].clamp(0, block_size - 1)].transpose(0, 1)
         return torch.where((ahead >= 0) & (ahead < block_size), of_block, of_context)[:, None]
@@ -287,5 +296,5 @@ class ContextColumns:
         return (torch.arange(self.attended, device=device) <= own[..., None])[:, None]
 
     def _first_seen(self, span: AttentionSpan) -> int:
-        window = span.context_window if isinstance(self.stop, int) else None
-        return 0 if window is None else max(0, cast(int, self.stop) - window)
+        window = span.context_window
+        return 0 if window is None else max(0, self._shortest - window)

@@ -28,6 +28,7 @@ from ...trees.tree import TreeLayout
 from .tree_state import Parts, TreeState
 
 DEFAULT_MAX_REWIND = 128
+_MIN_SPARE_ENTRIES = 64  # of a buffer that grows
 Kind = TypeVar("Kind", bound="RewindableSlidingCacheLayer")
 States = dict[str, Any]  # a compressor's tensor by its name; `None` until there is one
 
@@ -304,6 +305,7 @@ class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
         # gate without the position bias.
         self._closed_kv: States = dict.fromkeys(self.entry_count)
         self._closed_gate: States = dict.fromkeys(self.entry_count)
+        self._entry_buffers: dict[str, torch.Tensor] = {}  # by compressor; `compressed_kv` are their beginnings
         super()._start_recording(max_rewind)
 
     def _forget_past(self) -> None:
@@ -361,13 +363,33 @@ class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
     def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
         """Append entries `[batch, windows, features]`, unless they are a draft tree's, and return all there are with
         them, `[batch, entries, features]`."""
-        if self.tree_state is None:
+        if self.tree_state is not None:
+            return self._with_entries(name, self.tree_state.store_entries(name, compressed))
+        if self.record_past and not torch.compiler.is_compiling():
+            self.compressed_kv[name] = known = self._with_entries(name, compressed)
+            self.entry_count[name] += compressed.shape[1]
+        else:
             known = super().update_compressor_states(name, compressed)
-            self._unfinished.pop(name, None)
-            return known
-        entries = self.tree_state.store_entries(name, compressed)
-        known = self.compressed_kv[name]
-        return entries if known is None else torch.cat([known, entries], dim=1)
+            self._entry_buffers.pop(name, None)
+        self._unfinished.pop(name, None)
+        return known
+
+    def _with_entries(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        """Return a compressor's entries with new ones behind them. They lie in a buffer with room for more: the stock
+        layer copies all that a text has for every new one."""
+        known, buffer = self.compressed_kv[name], self._entry_buffers.get(name)
+        if known is None or not new.shape[1]:
+            return new if known is None else known
+        count, total = known.shape[1], known.shape[1] + new.shape[1]
+        is_of_buffer = buffer is not None and known.data_ptr() == buffer.data_ptr() and len(known) == len(buffer)
+        if buffer is None or not is_of_buffer or total > buffer.shape[1]:
+            spare = max(_MIN_SPARE_ENTRIES, total // 16)
+            buffer = known.new_empty(len(known), total + spare, known.shape[2])
+            buffer[:, :count] = known
+            self._entry_buffers[name] = buffer
+            self.compressed_kv[name] = buffer[:, :count]
+        buffer[:, count:total] = new
+        return buffer[:, :total]
 
     def _append(self, state: TreeState, accepted: list[int]) -> None:
         super()._append(state, accepted)
@@ -424,6 +446,7 @@ class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
     def reset(self) -> None:
         """Forget all tokens and records; recording stays on if it was."""
         super().reset()
+        self._entry_buffers.clear()
         for name in self.entry_count:
             self.entry_count[name] = 0
             for states in self._compressor_states():
@@ -431,6 +454,7 @@ class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
 
     def _map_state(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._map_state(change)
+        self._entry_buffers.clear()
         for states in self._compressor_states():
             for name, state in states.items():
                 states[name] = None if state is None else change(state)

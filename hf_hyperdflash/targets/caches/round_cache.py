@@ -24,12 +24,15 @@ from transformers.generation.utils import GenerationMixin
 
 from ..compiled import CompiledForwards, attended_for, keep_addresses
 from ..hooks import ResidualCapture
+from ..shared_heads import attention_of_rounds
 from ..target import AttentionMask, Target, TargetOutput, attention_mask_for
 from .name import CACHE
 
 # Arguments that are another in each round.
 _OWN = (CACHE, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "logits_to_keep")
-_GROWTH = 64  # columns that a dynamic layer gets at once: more would be memory for nothing
+# Columns that a dynamic layer gets at once, or a share of those that it has: fewer would be copied too often, more
+# would be memory for nothing.
+_GROWTH, _GROWTH_SHARE = 64, 1 / 16
 
 
 def layers_with_keys(cache: object) -> list[Any]:
@@ -74,6 +77,7 @@ class RoundLayer(StaticLayer):
         starts: How many tokens of each sequence are in the cache, all before its anchor, `[batch]` on the device, one
             tensor for all layers. A round's forward writes behind them.
         width: The most verification positions of a round.
+        max_columns: How many columns are enough for the whole text and a round behind it.
 
     Attributes:
         capacity: The number of columns.
@@ -91,16 +95,17 @@ class RoundLayer(StaticLayer):
         lengths: Sequence[int],
         starts: torch.Tensor,
         width: int,
+        max_columns: int = sys.maxsize,
     ) -> None:
         is_sliding = isinstance(layer, (StaticSlidingWindowLayer, DynamicSlidingWindowLayer))
         self.kind = "sliding_attention" if is_sliding or window is not None else "full_attention"
         self.window, self.is_static = window, isinstance(layer, StaticLayer)
         # A caller's dynamic layer that keeps all tokens has to hold them at the end, whatever the window is.
-        self.is_ring = window is not None and is_sliding
+        self.is_ring, self._max_columns = window is not None and is_sliding, max_columns
         if self.is_ring:
             self.capacity = cast(int, window) - 1 + width
         else:
-            self.capacity = layer.max_cache_len if isinstance(layer, StaticLayer) else max(lengths) + _GROWTH
+            self.capacity = layer.max_cache_len if isinstance(layer, StaticLayer) else self._roomy(max(lengths))
         super().__init__(self.capacity)
         self.attended, self.columns = self.capacity, cast("slice | torch.Tensor | None", None)
         self.starts, self.is_initialized = starts, True
@@ -139,6 +144,10 @@ class RoundLayer(StaticLayer):
             columns[index, :, own] = states[index, :, held - kept : held].to(columns.device, copy=columns is states)
         return columns
 
+    def _roomy(self, columns: int) -> int:
+        """Return how many columns to have where so many are needed, so that it is seldom that all are copied."""
+        return max(columns, min(columns + max(_GROWTH, int(columns * _GROWTH_SHARE)), self._max_columns))
+
     def make_room(self, longest: int, width: int) -> None:
         """Let a dynamic layer have columns for a round.
 
@@ -147,10 +156,10 @@ class RoundLayer(StaticLayer):
             width: Verification positions.
         """
         window = self.window or 0
-        more = (window - 1 if self.is_ring else longest) + width - self.capacity
-        if self.is_static or more <= 0:
+        needed = (window - 1 if self.is_ring else longest) + width
+        if self.is_static or needed <= self.capacity:
             return
-        more += 0 if self.is_ring else _GROWTH
+        more = (needed if self.is_ring else self._roomy(needed)) - self.capacity
         for name in ("keys", "values"):  # one after the other: no more than one of them is in memory twice
             old = cast(torch.Tensor, getattr(self, name))
             new = torch.nn.functional.pad(old, (0, 0, 0, more))
@@ -266,6 +275,7 @@ class RoundCache(Cache):
         windows: Of each layer, `None` for full attention.
         lengths: Tokens of each sequence's prompt.
         width: The most verification positions of a round.
+        final_length: The most tokens of a sequence that will be in it.
 
     Attributes:
         starts: How many tokens of each sequence are in the cache: all before its anchor. `[batch]`.
@@ -275,11 +285,18 @@ class RoundCache(Cache):
 
     layers: list[RoundLayer]  # type: ignore[assignment]
 
-    def __init__(self, cache: Cache, windows: Sequence[int | None], lengths: Sequence[int], width: int) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        windows: Sequence[int | None],
+        lengths: Sequence[int],
+        width: int,
+        final_length: int = sys.maxsize,
+    ) -> None:
         self.stock, self.is_of_one = cache, len(lengths) == 1
         self.starts = torch.tensor(lengths, device=cast(StaticLayer, cache.layers[0]).device)
         layers = [
-            RoundLayer(cast(StaticLayer, layer), window, lengths, self.starts, width)
+            RoundLayer(cast(StaticLayer, layer), window, lengths, self.starts, width, final_length + width)
             for layer, window in zip(layers_with_keys(cache), windows)
         ]
         super().__init__(layers=[*layers])
@@ -385,14 +402,15 @@ class RoundForward:
             None if window is None or final_length <= count < window else min(window, count)
             for window, count in zip(target.windows, columns)
         ]
-        self.cache = RoundCache(cache, windows, lengths, max_positions)
+        self.cache = RoundCache(cache, windows, lengths, max_positions, final_length)
         self.max_tokens = sys.maxsize if self.cache.capacity is None else self.cache.capacity
         self._is_static = self.cache.layers[0].is_static
         self.size = len(lengths)
         self.rows = list(range(self.size))
         self._chains: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        # Of the last positions of a text, each of which sees all that is before: how many and how much, and the mask.
-        self._causal = 0, 0, torch.empty(0)
+        # A mask of the last positions of a text, each of which sees all that is before: how many and how much, whether
+        # they see each other in order, and the mask.
+        self._seen = 0, 0, True, torch.empty(0)
         self._moving_widths: set[int] = set()  # of rounds whose tokens were moved
         self.real: torch.Tensor | None = None
         if any(mask is not None for mask in masks):
@@ -479,25 +497,38 @@ class RoundForward:
             return self.compiled(run_and_choose, *inputs)
         self.cache.begin(longest, count)
         masks = self._masks(depths, visible, longest, is_chain)
-        return run_target(self.cache, cache_name, self.target, ids, position_ids, masks, kwargs), None
+        with attention_of_rounds(self.target.config):
+            return run_target(self.cache, cache_name, self.target, ids, position_ids, masks, kwargs), None
 
     def _masks(
         self, depths: torch.Tensor, visible: torch.Tensor, longest: int, is_chain: bool
     ) -> dict[int | None, torch.Tensor]:
         """Return which columns each position of an eager round sees, by the window of the layers."""
         end = longest + depths.shape[1]
-        windows = {layer.window for layer in self.cache.layers}
-        # A chain whose text has left no window yet sees all that is before.
-        if self.size > 1 or not is_chain or self.real is not None or any(end > window for window in windows if window):
-            return self.cache.masks(visible, depths, self.real)
-        # A view of a mask that is made once, and again when a text has outgrown it.
-        count, (queries, past, mask) = depths.shape[1], self._causal
-        if count > queries or longest > past:
-            queries, past = max(count, queries), 2 * longest
-            mask = torch.ones(1, 1, queries, past + queries, dtype=torch.bool, device=depths.device).tril(past)
-            self._causal = queries, past, mask
-        mask = mask[:, :, :count, past - longest : past + count]
-        return {window: mask for window in windows}
+        by_window = {layer.window: layer for layer in self.cache.layers}
+        # A text without padding that has left no window yet sees all that is before.
+        is_plain = self.size == 1 and self.real is None
+        masks: dict[int | None, torch.Tensor] = {}
+        for window, layer in by_window.items():
+            if is_plain and (window is None or end <= window):
+                masks[window] = self._mask_behind(longest, visible, is_chain)
+            else:
+                masks[window] = layer.mask(visible, depths, self.real)
+        return masks
+
+    def _mask_behind(self, past: int, visible: torch.Tensor, is_chain: bool) -> torch.Tensor:
+        """Return the mask of a round whose positions see all of the `past` tokens before: a view of one that is made
+        once, and again when the text has outgrown it."""
+        count, (queries, longest, is_causal, mask) = visible.shape[1], self._seen
+        if count > queries or past > longest:
+            queries, longest = max(count, queries, self.max_positions), past + max(_GROWTH, past // 4)
+            mask = torch.ones(1, 1, queries, longest + queries, dtype=torch.bool, device=visible.device).tril(longest)
+            is_causal = True
+        self._seen = queries, longest, is_causal and is_chain, mask
+        mask = mask[:, :, :count, longest - past : longest + count]
+        if not (is_causal and is_chain):
+            mask[:, :, :, past:] = visible
+        return mask
 
     def keep(self, kept: list[list[int]], width: int, has_trees: bool) -> None:
         """Keep the positions `kept` of each sequence, a path from the anchor on. The others stay in their columns,

@@ -1,0 +1,100 @@
+"""How far a cache can be taken back between calls, and copies of what cannot be taken back.
+
+Full attention keeps the keys of every token and can be cut anywhere. A sliding window has dropped the keys that left it,
+linear attention and Mamba have one running state, and DeepSeek-V4's compressors keep projections of the last tokens
+only. A snapshot holds a copy of such layers, of which only a window or a state is large. Of the other layers, and of
+DeepSeek-V4's compressed entries, the cache itself has what a snapshot needs as long as the text begins the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+
+_STATES = ("keys", "values")
+
+
+class Snapshot(NamedTuple):
+    """A cache as it was after `length` tokens: by index, copies of the layers that forget."""
+
+    length: int
+    layers: dict[int, Any]
+
+
+def forgets(layer: Any) -> bool:
+    """Return whether a layer may be unable to go back to an earlier length."""
+    return hasattr(layer, "sliding_window") or isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def can_crop(cache: Cache, count: int) -> bool:
+    """Return whether each layer of a cache can remove its last `count` tokens now."""
+    return count == 0 or all(_can_crop(layer, count) for layer in cache.layers if forgets(layer))
+
+
+def _can_crop(layer: Any, count: int) -> bool:
+    if isinstance(layer, LinearAttentionCacheLayerMixin) and not any(layer.has_previous_state.values()):
+        return True  # an MLP's, in earlier transformers
+    if hasattr(layer, "undoable_tokens"):  # one of ours
+        return count <= layer.undoable_tokens
+    return not isinstance(layer, LinearAttentionCacheLayerMixin) and layer.get_seq_length() < layer.sliding_window
+
+
+def crop(cache: Cache, count: int) -> None:
+    """Remove the last `count` tokens from each layer of a cache that [`can_crop`] them."""
+    for layer in cache.layers if count else ():
+        if getattr(layer, "is_initialized", True):  # it may have keys of another layer
+            layer.crop(-count)
+
+
+def take_snapshot(cache: Cache) -> Snapshot:
+    """Return a snapshot of a cache, with tensors of its own."""
+    layers = {index: _copied(layer) for index, layer in enumerate(cache.layers) if forgets(layer)}
+    return Snapshot(int(cache.get_seq_length()), layers)
+
+
+def restore(cache: Cache, snapshot: Snapshot) -> None:
+    """Take a cache back to a snapshot, which can be used again. All that the cache holds of the first tokens must be of
+    the same text."""
+    count = int(cache.get_seq_length()) - snapshot.length
+    for index, layer in enumerate(cache.layers):
+        if index in snapshot.layers:
+            cache.layers[index] = _restored(snapshot.layers[index], layer, snapshot.length)
+        elif count and getattr(layer, "is_initialized", True):
+            layer.crop(-count)
+
+
+def _copied(layer: Any) -> Any:
+    """Return a copy of a layer, without what only grows."""
+    own = copy.copy(layer)
+    for name, value in vars(layer).items():
+        setattr(own, name, _clone(value))
+    if hasattr(layer, "compressed_kv"):
+        own.compressed_kv = dict.fromkeys(layer.compressed_kv)
+    if not hasattr(layer, "sliding_window") and hasattr(layer, "keys"):  # full attention beside a running state
+        own.keys = own.values = None
+    return own
+
+
+def _restored(kept: Any, layer: Any, length: int) -> Any:
+    """Return a copy of a snapshot's layer, with what only grows from the layer as it is now."""
+    own = _copied(kept)
+    if hasattr(layer, "compressed_kv"):
+        own.compressed_kv = {
+            name: None if entries is None else entries[:, : own.entry_count[name]]
+            for name, entries in layer.compressed_kv.items()
+        }
+    if not hasattr(layer, "sliding_window") and getattr(layer, "keys", None) is not None:
+        own.keys, own.values = (getattr(layer, name)[..., :length, :] for name in _STATES)
+    return own
+
+
+def _clone(value: Any) -> Any:
+    """Return a value with tensors of its own. A clone of a view is no larger than the view."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: _clone(part) for name, part in value.items()}
+    return [_clone(part) for part in value] if isinstance(value, list) else value

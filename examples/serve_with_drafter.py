@@ -27,6 +27,15 @@ except ImportError as error:
     raise SystemExit(f"Error: {error}.") from None
 
 
+_TEXT = {
+    "input_ids",
+    "attention_mask",
+    "generation_config",
+    "streamer",
+    "tokenizer",
+}  # arguments of a request for text
+
+
 class Conversations:
     """Answers calls of `target.generate` with conversations that keep their caches.
 
@@ -46,9 +55,11 @@ class Conversations:
 
     def generate(self, **options: Any) -> Any:
         """Do what `target.generate` does."""
-        ids = options.get("input_ids")
-        is_text = not any(name.startswith(("pixel_values", "input_features")) for name in options)
-        if not (isinstance(ids, torch.Tensor) and len(ids) == 1 and is_text):
+        ids, config = options.get("input_ids"), options.get("generation_config")
+        given = {name for name, value in options.items() if value is not None}
+        other_way = max(getattr(config, "num_beams", 0) or 0, getattr(config, "num_return_sequences", 0) or 0) > 1
+        other_cache = getattr(config, "cache_implementation", None) or getattr(config, "use_cache", None) is False
+        if not (isinstance(ids, torch.Tensor) and len(ids) == 1 and given <= _TEXT) or other_way or other_cache:
             return self.alone(**options)
         conversation = self._take(ids)
         try:

@@ -136,9 +136,14 @@ class Conversation:
         # A drafter that reads no layer learns a text from its tokens, whenever it is asked.
         branch = self._go_back(text, pair if pair is not None and pair.facts.layer_ids else None)
         cached, self._ids = self._length, text
-        self._prefill(ids, branch, request, pair)
         try:
+            self._prefill(ids, branch, request, pair)
             out = type(self.target).generate(self.target, **{CACHE: self._cache, **options})
+        except BaseException:
+            stored: StoredContext | None = getattr(self._cache, CONTEXT, None)
+            if pair is not None and stored is not None and stored.context.end != self._length:
+                setattr(self._cache, CONTEXT, None)  # it may be half extended
+            raise
         finally:
             self.cached_tokens = cached
         self._ids = (out if isinstance(out, torch.Tensor) else out.sequences)[0].tolist()
@@ -189,15 +194,16 @@ class Conversation:
     def _goes_to(
         self, length: int, known: int, kept: Kept | None, stored: StoredContext | None, pair: Pair | None
     ) -> bool:
-        """Take the cache back to a length, and the drafter's context, which has no more than `known` tokens then; return
-        whether both can go there. Without a drafter, a context that cannot go there is forgotten."""
+        """Take the cache back to a length, and the drafter's context to that or to `known` tokens. Return whether both
+        can go there; without a drafter, a context that cannot is forgotten."""
         cache, count = cast(DynamicCache, self._cache), self._length - length
         if kept is None and not can_crop(cache, count):
             return False
         if kept is not None and kept.stored is not None:
             stored = copy.deepcopy(kept.stored)
         if stored is not None and stored.context.end > (end := min(length, known)):
-            stored = stored if getattr(stored.context, "crop", _cannot)(end) else None
+            crop_context = getattr(stored.context, "crop", None)
+            stored = stored if crop_context is not None and crop_context(end) else None
         if pair is not None and not (stored is not None and stored.fits(pair) and stored.context.end == length):
             return False
         setattr(cache, OPEN_FORWARDS, 1)  # so that an interruption in here leaves a cache that nobody goes on with
@@ -231,6 +237,7 @@ class Conversation:
             return
         self._keep(keeps_all)
         chunk = request.setting("prefill_chunk_size")
+        chunk = chunk if type(chunk) is int and chunk > 0 else None
         with self._binding.fusion.pausing(bool(request.setting("disable_compile"))):
             last = ids.shape[1] - _TAIL
             for cut in (branch, last):
@@ -273,13 +280,11 @@ class Conversation:
             del self._kept[gaps.index(min(gaps)) if gaps else 0]
 
 
-def _cannot(end: int) -> bool:
-    return False
-
-
 def _shared(before: Sequence[int], text: Sequence[int]) -> int:
     """Return how many tokens two texts have in common from the first on."""
-    return next((place for place, (one, other) in enumerate(zip(before, text)) if one != other), min(len(before), len(text)))
+    return next(
+        (place for place, (one, other) in enumerate(zip(before, text)) if one != other), min(len(before), len(text))
+    )
 
 
 def _checked(request: Request) -> torch.Tensor:
@@ -295,26 +300,22 @@ def _checked(request: Request) -> torch.Tensor:
             f"The token ids of a conversation's prompt are {what}, expected one text, [1, tokens]: make a "
             "`Conversation` for each text, or call `target.generate`."
         )
-    mask, assistant = given.get("attention_mask"), request.assistant
-    implementation = request.setting("cache_implementation")
-    why = {
-        CACHE: "it has a cache of its own" if request.cache is not None else "",
-        "use_cache": "it keeps a cache" if request.setting("use_cache") is False else "",
-        "cache_implementation": "its cache is a dynamic one" if implementation not in (None, "hybrid") else "",
-        "attention_mask": "padding would be in its cache" if mask is not None and (mask.shape != ids.shape or not bool(mask.all())) else "",
-        "assistant_model": "it drafts with our drafters" if assistant is not None and request.drafter is None else "",
-        str(request.other_way): "its cache is of one text" if request.other_way else "",
-        **{
-            name: "its cache is of token ids alone"
-            for name, value in given.items()
-            if value is not None and name.startswith((*MEDIA, "position_ids", "inputs_embeds"))
-        },
+    mask, implementation = given.get("attention_mask"), request.setting("cache_implementation")
+    of_other_inputs = (*MEDIA, "position_ids", "inputs_embeds")
+    is_wrong = {
+        CACHE: request.cache is not None,
+        "use_cache": request.setting("use_cache") is False,
+        "cache_implementation": implementation not in (None, "hybrid"),  # of which transformers makes None
+        "attention_mask": mask is not None and (mask.shape != ids.shape or not bool(mask.all())),
+        "assistant_model": request.assistant is not None and request.drafter is None,
+        str(request.other_way): request.other_way is not None,
+        **{name: value is not None for name, value in given.items() if name.startswith(of_other_inputs)},
     }
-    for name, reason in why.items():
-        if reason:
-            value = given.get(name, request.setting(name))
-            shown = repr(value) if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
-            raise ValueError(
-                f"`{name}` of a conversation is {shown}, and {reason}: leave it out, or call `target.generate`."
-            )
+    for name in (name for name, wrong in is_wrong.items() if wrong):
+        value = given.get(name, request.setting(name))
+        shown = repr(value) if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+        raise ValueError(
+            f"`{name}` of a conversation is {shown}, expected none: it has a dynamic cache of its own, of one text's "
+            "token ids without padding. Leave it out, or call `target.generate`."
+        )
     return ids

@@ -488,7 +488,7 @@ def test_a_conversation_drafts_as_from_the_whole_text(pair):
             with keep_trees():
                 text = generate(following, attention_mask=mask, assistant_model=drafter, **options)
             trees.append((text.tolist(), [kept.drafts.tokens.tolist() for kept in drafter.last_stats.trees]))
-        # Of several heads each reads what the one before made of the token before, and the first new one has no before.
+        # Of several heads each reads what the one before made of the token before: of the first new token nothing.
         count = 1 if getattr(drafter.config, "num_heads", 1) > 1 else 2
         assert trees[0][:count] == trees[1][:count]
         assert conversation.cached_tokens >= 40

@@ -6,14 +6,12 @@ import threading
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from hf_hyperdflash import Conversation, PromptLookupDrafter, bind, unbind
 from hf_hyperdflash.decoding import conversation as module
 from hf_hyperdflash.decoding.request import CONTEXT
-from hf_hyperdflash.targets.caches.name import CACHE
 
-from ..conftest import mostly_nightly, prompt, tiny_drafter, tiny_target
+from ..conftest import prompt, tiny_drafter
 from ..helpers import families
 from ..helpers.refusals import Refusal
 from ..helpers.tree_drafters import RandomChains, RandomTrees
@@ -84,9 +82,7 @@ class Turns:
         self.done.append(act)
         before, self.ids = self.text[0].tolist(), getattr(self, act)().clone()
         count = self.chance.randint(1, 12)
-        expected = self.stock.generate(
-            self.ids, attention_mask=ones(self.ids), do_sample=False, max_new_tokens=count
-        )
+        expected = self.stock.generate(self.ids, attention_mask=ones(self.ids), do_sample=False, max_new_tokens=count)
         self.drafter.texts.append(expected[0].tolist())
         if drafter == "any":
             drafter = self.chance.choice([self.drafter, self.drafter, None, PromptLookupDrafter(self.target)])
@@ -132,7 +128,9 @@ def test_any_prompts_in_any_order_by_chance(family, seed):
 def rope(kind, **fields):
     """A target whose rotary frequencies change at 48 tokens: once, or with each from there on."""
     parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **fields}
-    return lambda: families.made("llama", **{**families.DENSE, "max_position_embeddings": 48}, rope_parameters=parameters)
+    return lambda: families.made(
+        "llama", **{**families.DENSE, "max_position_embeddings": 48}, rope_parameters=parameters
+    )
 
 
 LONG_ROPE = rope(

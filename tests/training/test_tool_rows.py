@@ -1,4 +1,4 @@
-"""Rows with tools, calls, results and reasoning: trained on is what the model writes, as its family's template has it."""
+"""Rows with tools, calls, results and reasoning: what the model writes is trained on, as its template has it."""
 
 import json
 import logging
@@ -14,7 +14,8 @@ from ..helpers.chats import supervised, templated
 
 # A tool list in the system message, calls and results as blocks, and reasoning in the turns after the last question.
 QWEN3 = (
-    "{% if tools %}{{ '<|im_start|>system\n' + (messages[0].content + '\n\n' if messages[0].role == 'system' else '') }}"
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}"
+    "{% endif %}"
     "{{ '# Tools\n<tools>' }}{% for tool in tools %}{{ '\n' + tool|tojson }}{% endfor %}{{ '\n</tools><|im_end|>\n' }}"
     "{% elif messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
     "{% endif %}{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
@@ -24,7 +25,8 @@ QWEN3 = (
     "{% if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}"
     "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}{{ m.content or '' }}"
     "{% for call in m.tool_calls or [] %}{% set f = call.function or call %}"
-    "{{ ('' if loop.first and not m.content else '\n') + '<tool_call>\n{\"name\": \"' + f.name + '\", \"arguments\": ' }}"
+    "{{ ('' if loop.first and not m.content else '\n') + '<tool_call>\n{\"name\": \"' + f.name }}"
+    '{{ \'", "arguments": \' }}'
     "{{ (f.arguments if f.arguments is string else f.arguments|tojson) + '}\n</tool_call>' }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% elif m.role == 'tool' %}"
     "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
@@ -38,7 +40,7 @@ LLAMA31 = (
     "{% set ns = namespace(told=false) %}{% for m in messages %}"
     "{% if m.role == 'tool' %}{{ '<|start|>ipython<|end|>\n\n' + m.content|tojson + '<|eot|>' }}"
     "{% elif m.tool_calls %}{% if m.tool_calls|length != 1 %}{{ raise_exception('one call at once') }}{% endif %}"
-    "{% set f = m.tool_calls[0].function %}{{ '<|start|>assistant<|end|>\n\n{\"name\": \"' + f.name }}"
+    '{% set f = m.tool_calls[0].function %}{{ \'<|start|>assistant<|end|>\n\n{"name": "\' + f.name }}'
     "{{ '\", \"parameters\": ' + f.arguments|tojson + '}<|eot|>' }}{% else %}"
     "{{ '<|start|>' + m.role + '<|end|>\n\n' }}{% if m.role == 'user' and tools and not ns.told %}"
     "{% set ns.told = true %}{{ 'Call one of:\n' }}{% for tool in tools %}{{ tool|tojson(indent=4) + '\n\n' }}"
@@ -73,11 +75,18 @@ CALLS = {"role": "assistant", "content": "", "reasoning_content": "I ask.", "too
 RESULT = {"role": "tool", "name": "rain", "content": "no"}
 ANSWER = {"role": "assistant", "reasoning_content": "It says no.", "content": "It does not."}
 ONE = [SYSTEM, ASKED, CALLS, RESULT, ANSWER]
-TWO = [*ONE, {"role": "user", "content": "Sure?"}, {"role": "assistant", "reasoning_content": "Yes.", "content": "Yes!"}]
+TWO = [
+    *ONE,
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "reasoning_content": "Yes.", "content": "Yes!"},
+]
 QWEN_CALL = '<tool_call>\n{"name": "rain", "arguments": {"city": "Bonn"}}\n</tool_call><|im_end|>'
 LLAMA_CALL = '{"name": "rain", "parameters": {"city": "Bonn"}}<|eot|>'
 WRITTEN = {
-    ("qwen3", 1): ["<think>\nI ask.\n</think>\n\n" + QWEN_CALL, "<think>\nIt says no.\n</think>\n\nIt does not.<|im_end|>"],
+    ("qwen3", 1): [
+        "<think>\nI ask.\n</think>\n\n" + QWEN_CALL,
+        "<think>\nIt says no.\n</think>\n\nIt does not.<|im_end|>",
+    ],
     # What comes before the last question is written without its reasoning, as the model never writes it.
     ("qwen3", 2): ["<think>\nYes.\n</think>\n\nYes!<|im_end|>"],
     ("llama 3.1", 1): [LLAMA_CALL, "It does not.<|eot|>"],

@@ -1,9 +1,9 @@
 """How far a cache can be taken back between calls, and copies of what cannot be taken back.
 
-Full attention keeps the keys of every token and can be cut anywhere. A sliding window has dropped the keys that left it,
-linear attention and Mamba have one running state, and DeepSeek-V4's compressors keep projections of the last tokens
-only. A snapshot holds a copy of such layers, of which only a window or a state is large. Of the other layers, and of
-DeepSeek-V4's compressed entries, the cache itself has what a snapshot needs as long as the text begins the same.
+Full attention keeps the keys of every token and can be cut anywhere. A sliding window has dropped the keys that left
+it, linear attention and Mamba have one running state, and DeepSeek-V4's compressors keep projections of the last
+tokens only. A snapshot holds copies of such layers, each no larger than a window or a state. Of the other layers, and
+of DeepSeek-V4's compressed entries, the cache itself has what a snapshot needs as long as the text begins the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-_STATES = ("keys", "values")
+_ENTRIES = ("compressed_kv", "_entry_buffers")  # of DeepSeek-V4's compressors, which are never changed
 
 
 class Snapshot(NamedTuple):
@@ -56,8 +56,8 @@ def take_snapshot(cache: Cache) -> Snapshot:
 
 
 def restore(cache: Cache, snapshot: Snapshot) -> None:
-    """Take a cache back to a snapshot, which can be used again. All that the cache holds of the first tokens must be of
-    the same text."""
+    """Take a cache back to a snapshot, which can be used again. The cache must still hold the snapshot's text, and may
+    hold more."""
     count = int(cache.get_seq_length()) - snapshot.length
     for index, layer in enumerate(cache.layers):
         if index in snapshot.layers:
@@ -68,33 +68,35 @@ def restore(cache: Cache, snapshot: Snapshot) -> None:
 
 def _copied(layer: Any) -> Any:
     """Return a copy of a layer, without what only grows."""
-    own = copy.copy(layer)
-    for name, value in vars(layer).items():
-        setattr(own, name, _clone(value))
-    if hasattr(layer, "compressed_kv"):
-        own.compressed_kv = dict.fromkeys(layer.compressed_kv)
-    if not hasattr(layer, "sliding_window") and hasattr(layer, "keys"):  # full attention beside a running state
+    own, growing = copy.copy(layer), {name for name in _ENTRIES if hasattr(layer, name)}
+    if _has_all_keys(layer):
         own.keys = own.values = None
+        growing |= {"keys", "values"}
+    for name, value in vars(layer).items():
+        if name not in growing:
+            setattr(own, name, _clone(value))
+        elif name in _ENTRIES:
+            setattr(own, name, dict.fromkeys(value))
     return own
 
 
 def _restored(kept: Any, layer: Any, length: int) -> Any:
     """Return a copy of a snapshot's layer, with what only grows from the layer as it is now."""
     own = _copied(kept)
-    if hasattr(layer, "compressed_kv"):
-        own.compressed_kv = {
-            name: None if entries is None else entries[:, : own.entry_count[name]]
-            for name, entries in layer.compressed_kv.items()
-        }
-    if not hasattr(layer, "sliding_window") and getattr(layer, "keys", None) is not None:
-        own.keys, own.values = (getattr(layer, name)[..., :length, :] for name in _STATES)
+    for name, entries in getattr(layer, "compressed_kv", {}).items():
+        own.compressed_kv[name] = None if entries is None else entries[:, : own.entry_count[name]]
+    if _has_all_keys(layer):
+        own.keys, own.values = layer.keys[..., :length, :], layer.values[..., :length, :]
     return own
+
+
+def _has_all_keys(layer: Any) -> bool:
+    """Return whether a layer has full attention beside a running state."""
+    return isinstance(getattr(layer, "keys", None), torch.Tensor) and not hasattr(layer, "sliding_window")
 
 
 def _clone(value: Any) -> Any:
     """Return a value with tensors of its own. A clone of a view is no larger than the view."""
     if isinstance(value, torch.Tensor):
         return value.clone()
-    if isinstance(value, dict):
-        return {name: _clone(part) for name, part in value.items()}
-    return [_clone(part) for part in value] if isinstance(value, list) else value
+    return {name: _clone(part) for name, part in value.items()} if isinstance(value, dict) else value

@@ -43,9 +43,10 @@ def to_messages(row: Mapping[str, Json]) -> list[Message]:
     Understands `messages`, ShareGPT `conversations`, `turns` (user turns only), `instruction`/`input`/`output`,
     `prompt`/`completion` (texts or lists of messages), `query`/`response`, `query`/`answers` (calls) and
     `question`/`answer` (GSM8K's calculator marks are removed and its `#### 7` becomes a sentence with the answer in a
-    box, as the benchmark prompts ask for). A list of messages may be its JSON text. Beside them `system` or `system_prompt`, and beside one question and answer `history`, the exchanges before, and
-    the answer's reasoning. A thinking model's reasoning is a message's `reasoning_content` (read as `reasoning` and
-    `thinking`, too). An answer whose `train`, `weight` or `loss` is 0 keeps `train` False.
+    box, as the benchmark prompts ask for). A list of messages may be its JSON text. Beside them `system` or
+    `system_prompt`, and beside one question and answer `history`, the exchanges before, and the answer's reasoning. A
+    thinking model's reasoning is a message's `reasoning_content` (read as `reasoning` and `thinking`, too). An answer
+    whose `train`, `weight` or `loss` is 0 keeps `train` False.
 
     A row with none of these columns, an unknown speaker, no text, or a field that would change the text and is not
     read, as `images`, is refused.
@@ -125,8 +126,8 @@ def _exchange(
 
 
 def read_tools(row: Mapping[str, Json]) -> list[Tool] | None:
-    """Return the tools that a row's conversation may call, from a list of JSON schemas; each, and the list, may be JSON
-    text."""
+    """Return the tools that a row's conversation may call, from a list of JSON schemas. The list, and each schema, may
+    be JSON text."""
     given = row.get("tools")
     if not given or (isinstance(given, str) and not given.strip()):
         return None

@@ -83,7 +83,7 @@ class Conversation:
         """Forget the text, and free its memory."""
         self.cached_tokens = 0
         self._ids: list[int] = []  # whose beginning is in the cache
-        self._cache: DynamicCache | None = None
+        self._cache: Any = None
         self._kept: list[Kept] = []
         self._is_long = False  # longer than where rotary frequencies change
 
@@ -138,7 +138,7 @@ class Conversation:
         cached, self._ids = self._length, text
         try:
             self._prefill(ids, branch, request, pair)
-            out = type(self.target).generate(self.target, **{CACHE: self._cache, **options})
+            out = cast(Any, type(self.target)).generate(self.target, **{CACHE: self._cache, **options})
         except BaseException:
             stored: StoredContext | None = getattr(self._cache, CONTEXT, None)
             if pair is not None and stored is not None and stored.context.end != self._length:
@@ -196,7 +196,7 @@ class Conversation:
     ) -> bool:
         """Take the cache back to a length, and the drafter's context to that or to `known` tokens. Return whether both
         can go there; without a drafter, a context that cannot is forgotten."""
-        cache, count = cast(DynamicCache, self._cache), self._length - length
+        cache, count = self._cache, self._length - length
         if kept is None and not can_crop(cache, count):
             return False
         if kept is not None and kept.stored is not None:
@@ -250,7 +250,7 @@ class Conversation:
         """Run a prompt's tokens up to `end` that are not in the cache, and give them to the drafter."""
         binding, start, prompt = self._binding, self._length, TokenBuffer(ids, 0, None, None)
         model, config = binding.target.model, GenerationConfig()
-        inputs = {CACHE: self._cache, "use_cache": True, **prompt.inputs(start, end)}
+        inputs: dict[str, Any] = {CACHE: self._cache, "use_cache": True, **prompt.inputs(start, end)}
         if model._supports_logits_to_keep():
             inputs["logits_to_keep"] = 1
         if start:  # by which transformers knows that the ids are all of the text
@@ -271,9 +271,8 @@ class Conversation:
         last = self._kept[-1].cache.length if self._kept else 0
         if self._length < last + _TAIL:
             return
-        cache = cast(DynamicCache, self._cache)
-        stored: StoredContext | None = None if keeps_all else copy.deepcopy(getattr(cache, CONTEXT, None))
-        self._kept.append(Kept(take_snapshot(cache), stored))
+        stored = None if keeps_all else copy.deepcopy(getattr(self._cache, CONTEXT, None))
+        self._kept.append(Kept(take_snapshot(self._cache), stored))
         if len(self._kept) > self.max_copies:
             lengths = [0, *(kept.cache.length for kept in self._kept)]
             gaps = [after - before for before, after in zip(lengths, lengths[2:])]

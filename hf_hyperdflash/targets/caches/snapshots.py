@@ -9,7 +9,8 @@ of DeepSeek-V4's compressed entries, the cache itself has what a snapshot needs 
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
@@ -42,10 +43,10 @@ def _can_crop(layer: Any, count: int) -> bool:
     return not isinstance(layer, LinearAttentionCacheLayerMixin) and layer.get_seq_length() < layer.sliding_window
 
 
-def crop(cache: Cache, count: int) -> None:
-    """Remove the last `count` tokens from each layer of a cache that [`can_crop`] them."""
-    for layer in cache.layers if count else ():
-        if getattr(layer, "is_initialized", True):  # it may have keys of another layer
+def crop(cache: Cache, count: int, without: Collection[int] = ()) -> None:
+    """Remove the last `count` tokens from each layer of a cache that [`can_crop`] them, but for some layers."""
+    for index, layer in enumerate(cast("list[Any]", cache.layers) if count else ()):
+        if index not in without and getattr(layer, "is_initialized", True):  # it may have keys of another layer
             layer.crop(-count)
 
 
@@ -58,12 +59,9 @@ def take_snapshot(cache: Cache) -> Snapshot:
 def restore(cache: Cache, snapshot: Snapshot) -> None:
     """Take a cache back to a snapshot, which can be used again. The cache must still hold the snapshot's text, and may
     hold more."""
-    count = int(cache.get_seq_length()) - snapshot.length
-    for index, layer in enumerate(cache.layers):
-        if index in snapshot.layers:
-            cache.layers[index] = _restored(snapshot.layers[index], layer, snapshot.length)
-        elif count and getattr(layer, "is_initialized", True):
-            layer.crop(-count)
+    crop(cache, int(cache.get_seq_length()) - snapshot.length, without=snapshot.layers)
+    for index, kept in snapshot.layers.items():
+        cache.layers[index] = _restored(kept, cache.layers[index], snapshot.length)
 
 
 def _copied(layer: Any) -> Any:

@@ -21,7 +21,7 @@ from ..targets.registry import is_bound
 from .bind import BoundTarget, bind
 from .request import CONTEXT, MEDIA, Pair, Request
 from .rounds import TokenBuffer
-from .sequence import StoredContext, load_context, store_context
+from .sequence import StoredContext, load_context, note_gap, store_context
 
 # Tokens before a prompt's end at which a cache that forgets is copied. The next prompt often has the text up to here,
 # and then something else: a template writes an earlier answer without its reasoning, or without the marks by which a
@@ -262,6 +262,7 @@ class Conversation:
             return
         residual = next(iter(capture.pop()), None)
         first = context.end if residual is None else end - residual.shape[1]  # layers may run the last token alone
+        note_gap(context, first, end)
         pair.extend(context, residual, prompt.text_positions(first, end), ids[:, first + 1 : end + 1])
         context.end = end
 

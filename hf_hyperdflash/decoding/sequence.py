@@ -136,8 +136,7 @@ class Sequence:
             self.residuals.clear()
             new = residual.shape[1]  # less than what is new to the drafter after another's turn on the same cache
         start = end - new
-        if start > self.context.end and hasattr(self.context, "first"):
-            self.context.first = start  # what is before was left out
+        note_gap(self.context, start, end)
         positions, following = tokens.text_positions(start, end), tokens.unpadded[:, start + 1 : end + 1]
         # Padding is no context. After the prompt there is none, and to look for it would be to wait for the device.
         mask = tokens.mask(end) if start < tokens.prompt_length else None
@@ -322,6 +321,14 @@ def load_context(cache: RewindableCache, pair: Pair) -> Context:
     if stored is None or not stored.fits(pair) or stored.context.end != cache.get_seq_length():
         return pair.drafter.new_context()
     return stored.context
+
+
+def note_gap(context: Any, start: int, end: int) -> None:
+    """Let a context, which gets the tokens from `start` to `end`, know that those before are left out. Of more tokens
+    than its window sees, the first ones are, too."""
+    if hasattr(context, "first"):
+        start = max(start, end - (context.window or end))
+        context.first = start if start > context.end else context.first
 
 
 def store_context(cache: RewindableCache, pair: Pair, context: Context) -> None:

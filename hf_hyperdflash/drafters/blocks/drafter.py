@@ -181,8 +181,6 @@ class BlockDrafter(HiddenStateDrafter):
         if context.pending is not None:
             self.flush_pending(context)
         last, device = slice(-context.window if context.window else None, None), self.device
-        if context.window and residual.shape[1] > context.window:
-            context.stale = context.length
         context.pending = residual[:, last].to(device), position_ids[:, last].to(device)
         if residual.shape[1] > self.max_draft_tokens + 1:
             self.flush_pending(context)

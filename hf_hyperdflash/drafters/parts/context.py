@@ -42,8 +42,7 @@ class DraftContext:
 
     Attributes:
         end: The number of tokens of the text that were added.
-        first: The token after the last one that was left out, as by a drafter that was not asked; 0 if none was.
-        stale: With a window, how many of the first keys are of tokens before some that never got any.
+        first: The token since which none was left out, as of a prompt that is longer than the window.
         length: The number of its keys in each layer.
         pending: Of accepted tokens whose keys the next round computes, the residual, positions and, for entries, the
             tokens that follow, `[1, new, ...]` each.
@@ -56,7 +55,7 @@ class DraftContext:
 
     def __init__(self, window: int | None = None, size: int = 1) -> None:
         self.window, self.size, self.end, self.length, self.row = window, size, 0, 0, 0
-        self.first, self.stale = 0, 0
+        self.first = 0
         self.pending: tuple[torch.Tensor, ...] | None = None
         self.states: torch.Tensor | None = None
         self.buffer: list[KeysValues] = []
@@ -76,7 +75,8 @@ class DraftContext:
         """Go back to the first `end` tokens of the text. Return whether it could: not where a window has moved on, or
         to tokens before some that were left out. Then it stays as it was."""
         count, new = self.end - end, self.new_count
-        is_seen = self.window is None or self.length + new - self.stale - count >= min(end, self.window)
+        known = min(self.end - self.first, self.length + new)
+        is_seen = self.window is None or known - count >= min(end, self.window)
         if count and (count < 0 or not is_seen or (self.size and 0 < self.first >= end)):
             return False
         if count < new:
@@ -211,7 +211,6 @@ def _move(drafter: HasLayers, contexts: Sequence[DraftContext], columns: int) ->
             for part, states in zip(parts, old):
                 part[row, :, : context.length - left] = states[context.row, :, left : context.length]
         context.buffer, context.row, context.length = buffer, row, context.length - left
-        context.stale = max(0, context.stale - left)
     return buffer
 
 

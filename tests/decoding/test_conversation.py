@@ -312,3 +312,16 @@ def test_a_caller_may_have_results_and_sample():
     options = dict(do_sample=True, max_new_tokens=5, return_dict_in_generate=True, output_scores=True)
     out = conversation.generate(input_ids=with_turn(text), attention_mask=ones(with_turn(text)), **options)
     assert len(out.scores) == out.sequences.shape[1] - 140 and conversation.cached_tokens == 99
+
+
+def test_nothing_is_kept_across_the_length_at_which_rotary_frequencies_change():
+    conversation = Conversation(LONG_ROPE().eval())
+    text = conversation.generate(prompt(30), do_sample=False, max_new_tokens=5)
+    found = [asked(conversation, ids) for ids in (with_turn(text, 8), with_turn(text), with_turn(text, 60), text)]
+    assert found == [34, 0, 75, 0]
+
+
+def test_a_target_with_a_cache_of_its_own_keeps_nothing():
+    """Remote code's, in which nobody can look up what it holds."""
+    conversation, text = filled(families.deepseek_v4_remote_code, tiny_drafter)
+    assert [asked(conversation, with_turn(text)), asked(conversation, text[:, :50], assistant_model=None)] == [0, 0]

@@ -17,6 +17,7 @@ _MODULE_OF = {
     "load_tokenizer": "hub.loading",
     "bind": "decoding.bind",
     "unbind": "decoding.bind",
+    "Conversation": "decoding.conversation",
     "capture_residual": "targets.registry",
     "Drafter": "drafters.base",
     "Observer": "drafters.base",

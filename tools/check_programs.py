@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -175,6 +176,18 @@ def asked_of(url: str, question: str, **options: Any) -> Any:
     return client.chat.completions.create(model=NAME, messages=[message], max_tokens=40, **options)
 
 
+def talked(url: str) -> list[str]:
+    """The answers of two conversations, whose requests come in turn."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    chats: list[list[Any]] = [[], []]
+    for number in range(3):
+        for chat, question in zip(chats, QUESTIONS):
+            chat.append({"role": "user", "content": question if not number else f"And then, {number}?"})
+            answer = client.chat.completions.create(model=NAME, messages=chat, max_tokens=40, temperature=0)
+            chat.append({"role": "assistant", "content": answer.choices[0].message.content})
+    return [message["content"] for chat in chats for message in chat]
+
+
 def texts_of(url: str) -> list[tuple[str, int]]:
     """Each answer whole and streamed, with its number of tokens."""
     found = []
@@ -193,9 +206,12 @@ def check_server() -> None:
     assert "assistant_model" not in inspect.signature(serve.Serve.__init__).parameters
     plain = ["-c", "from transformers.cli.transformers import main; main()"]
     with serving(*plain, "serve", NAME) as url:
-        expected = texts_of(url)
+        expected, said = texts_of(url), talked(url)
     with serving(*command("python examples/serve_with_drafter.py")[1:]) as url:
         assert texts_of(url) == expected and expected[1][1] == 40
+        assert talked(url) == said
+        kept = re.findall(r"(\d+) of (\d+) prompt tokens", Path("server.log").read_text())[-4:]
+        assert all(int(cached) > int(tokens) / 2 for cached, tokens in kept) and len(kept) == 4, kept
         assert asked_of(url, QUESTIONS[0], temperature=1).choices[0].message.content
         environment = {**os.environ, "HF_HUB_OFFLINE": "0"}  # with 1 its client asks nobody, not even this machine
         _, *asked = command("transformers chat", **{"http://localhost:8000": url})

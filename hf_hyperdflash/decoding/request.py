@@ -37,7 +37,7 @@ _WITHOUT_DRAFTS = "num_beams", "penalty_alpha", "custom_generate"
 _INSTEAD_OF_DRAFTS = "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "dola_layers", "is_assistant"
 _SHOWN = "output_hidden_states", "output_attentions"  # of which each text of a batch would have another length
 _CACHE_STEP = 256  # of static caches' lengths: rounds are compiled anew for each length
-_MEDIA = "pixel_values", "mm_encoder_outputs", "input_features"  # prefixes of `generate`'s arguments
+MEDIA = "pixel_values", "mm_encoder_outputs", "input_features"  # prefixes of `generate`'s arguments
 _MAX_AUTO_DRAFTS = 8  # with `num_assistant_tokens="auto"`, of a drafter that can draft any number
 _HARMLESS = "transformers.", __package__.split(".")[0] + "."  # whose hooks and processors keep nothing
 CONTEXT = "_hyperdflash_context"  # attribute of a cache: a drafter's context, for the next turn
@@ -375,7 +375,7 @@ class Request:
         if given.get("inputs_embeds") is not None:
             raise ValueError("HyperDFlash drafts from token ids: pass `input_ids`, not `inputs_embeds`.")
         is_media = {name: isinstance(value, torch.Tensor) or bool(value) for name, value in given.items()
-                    if name.startswith(_MEDIA)}  # fmt: skip
+                    if name.startswith(MEDIA)}  # fmt: skip
         if media := [name for name, is_given in is_media.items() if is_given]:
             raise ValueError(f"HyperDFlash drafts text only: leave {media} out, or pass `assistant_model=None`.")
         if ids is None:

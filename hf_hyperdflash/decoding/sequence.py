@@ -158,6 +158,7 @@ class Sequence:
             self.residuals.clear()
             new = residual.shape[1]  # less than what is new to the drafter after another's turn on the same cache
         start = end - new
+        note_gap(self.context, start, end)
         positions, following = tokens.text_positions(start, end), tokens.unpadded[:, start + 1 : end + 1]
         # Padding is no context. After the prompt there is none, and to look for it would be to wait for the device.
         mask = tokens.mask(end) if start < tokens.prompt_length else None
@@ -331,6 +332,10 @@ class StoredContext:
     def __init__(self, pair: Pair, context: Context) -> None:
         self.drafter, self.adapter, self.context = weakref.ref(pair.drafter), pair.adapter, context
 
+    def fits(self, pair: Pair) -> bool:
+        """Return whether it is the context of a pair's drafter."""
+        return self.drafter() is pair.drafter and self.adapter == pair.adapter
+
     def __deepcopy__(self, memo: dict[int, object]) -> StoredContext:
         again = object.__new__(StoredContext)
         again.drafter, again.adapter = self.drafter, self.adapter
@@ -345,10 +350,17 @@ def load_context(cache: RewindableCache, pair: Pair) -> Context:
     """Return the context that an earlier turn stored with this cache, if the cache is still as it was; else an empty
     one."""
     stored: StoredContext | None = getattr(cache, CONTEXT, None)
-    is_own = stored is not None and stored.drafter() is pair.drafter and stored.adapter == pair.adapter
-    if stored is None or not is_own or stored.context.end != cache.get_seq_length():
+    if stored is None or not stored.fits(pair) or stored.context.end != cache.get_seq_length():
         return pair.drafter.new_context()
     return stored.context
+
+
+def note_gap(context: Any, start: int, end: int) -> None:
+    """Let a context, which gets the tokens from `start` to `end`, know that those before are left out. Of more tokens
+    than its window sees, the first ones are, too."""
+    if hasattr(context, "first"):
+        start = max(start, end - (context.window or end))
+        context.first = start if start > context.end else context.first
 
 
 def store_context(cache: RewindableCache, pair: Pair, context: Context) -> None:

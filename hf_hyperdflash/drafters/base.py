@@ -325,3 +325,14 @@ class EmptyContext:
     """
 
     end = 0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether [`crop`] reaches any length: unless a drafter has written something of its own into it."""
+        return vars(self).keys() <= {"end"}
+
+    def crop(self, end: int) -> bool:
+        """Go back to the first `end` tokens of the sequence; return whether it could."""
+        if can_crop := self.end >= end and self.keeps_all:
+            self.end = end
+        return can_crop

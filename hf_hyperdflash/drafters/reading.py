@@ -38,7 +38,7 @@ class LastStateDrafter(SavedDrafter):
 
     def new_context(self) -> DraftContext:
         """Return an empty context for one text, in which its last accepted token stays pending."""
-        return DraftContext()
+        return DraftContext(size=0)
 
     def extend(
         self,

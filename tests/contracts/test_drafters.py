@@ -13,8 +13,16 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, MTPConfig, MTPDrafter, load_drafter
+from hf_hyperdflash import (
+    Conversation,
+    DeepseekV4DSparkDrafter,
+    DeepseekV4MTPDrafter,
+    MTPConfig,
+    MTPDrafter,
+    load_drafter,
+)
 from hf_hyperdflash.decoding.request import Pair
+from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.without_weights.prompt_lookup import PromptLookupDrafter
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
@@ -463,3 +471,24 @@ def test_of_a_target_with_more_rows_the_known_ones_are_drafted(kind, drafted, tm
             torch.testing.assert_close(q.sum(), torch.tensor(1.0))
     assert torch.equal(target.generate(ids, **greedy, assistant_model=drafter, tree_budget=5), torch.cat(plain))
     assert torch.equal(in_transformers_loop(target, drafter, ids[1:], **greedy), plain[1])
+
+
+def test_a_conversation_drafts_as_from_the_whole_text(pair):
+    """After prompts that repeat the answer, leave it out, or are others from their middle on."""
+    target, drafter = pair
+    conversation, options = Conversation(target, drafter), dict(do_sample=False, max_new_tokens=12)
+    ids = prompt(70)
+    text = conversation.generate(ids, **options)
+    other = text.clone()
+    other[0, 60:] = prompt(other.shape[1] - 60, seed=8)
+    for following in (torch.cat([text, prompt(9, seed=5)], dim=1), torch.cat([ids, prompt(30, seed=6)], dim=1), other):
+        trees = []
+        for generate in (target.generate, conversation.generate):
+            mask = torch.ones_like(following)
+            with keep_trees():
+                text = generate(following, attention_mask=mask, assistant_model=drafter, **options)
+            trees.append((text.tolist(), [kept.drafts.tokens.tolist() for kept in drafter.last_stats.trees]))
+        # Of several heads each reads what the one before made of the token before: of the first new token nothing.
+        count = 1 if getattr(drafter.config, "num_heads", 1) > 1 else 2
+        assert trees[0][:count] == trees[1][:count]
+        assert conversation.cached_tokens >= 40

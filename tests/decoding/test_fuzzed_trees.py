@@ -22,6 +22,8 @@ def test_no_case_of_a_kind_of_drafter_differs(kind):
     pair = pair_of(kind)
     told = [run_case_of(*pair, seed) for seed in range(10)]
     assert not [differs for _, differs in told if differs] and sum(accepted for accepted, _ in told) > 0
+
+
 # Takes seconds, as above.
 @pytest.mark.parametrize("first", mostly_nightly(range(0, 100, 20)))
 def test_no_case_whose_drafts_are_joined_by_copies_differs(first):

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, Phi3Config, Phi3ForCausalLM, StaticCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hyperdflash import bind
+from hf_hyperdflash import Conversation, bind
 from hf_hyperdflash.drafters.base import Drafter
 from hf_hyperdflash.targets.caches.linear import RewindableLinearLayer
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
@@ -62,6 +62,18 @@ def asked(family=families.qwen3, rows=1, length=9, **options):
         given = {name: value() if value is cache_of_39 else value for name, value in given.items()}
         with mock.patch.object(type(target), "forward", lambda *_, **__: pytest.fail("the target ran")):
             target.generate(**given)
+
+    return call
+
+
+def talked(rows=1, length=9, **options):
+    """A turn of a conversation, in which the target is not run."""
+
+    def call():
+        target = bound(families.qwen3)
+        given = {"inputs": prompt(length).repeat(rows, 1), "max_new_tokens": 6, **options}
+        with mock.patch.object(type(target), "forward", lambda *_, **__: pytest.fail("the target ran")):
+            Conversation(target).generate(**given)
 
     return call
 
@@ -147,6 +159,25 @@ BEFORE = {
     "a criterion with a lock": Refusal(BATCH(stopping_criteria=[Locked()]), ("Locked", "one prompt")),
     "a function with a lock": Refusal(BATCH(stopping_criteria=[holding(threading.Lock())]), ("lock", "one prompt")),
     "a function with a global": Refusal(BATCH(logits_processor=[count_calls]), ("count_calls", "`called`")),
+    "a conversation of two texts": Refusal(talked(rows=2), ("[2, 9]", "[1, tokens]", "`Conversation` for each")),
+    "of several answers": Refusal(talked(num_return_sequences=3, do_sample=True), ("[1, 9]", "3 texts")),
+    "of nothing": Refusal(talked(length=0), ("[1, 0]", "[1, tokens]")),
+    "of no tensor": Refusal(talked(inputs=[[1, 2]]), ("no tensor", "[1, tokens]")),
+    "of padding": Refusal(talked(attention_mask=torch.arange(9)[None].clamp(max=1)), ("`attention_mask`", "padding")),
+    "of a longer mask": Refusal(talked(attention_mask=ones(1, 12)), ("`attention_mask`", "Leave it out")),
+    "of positions": Refusal(talked(position_ids=torch.arange(9)[None]), ("`position_ids`", "token ids")),
+    "of pictures": Refusal(talked(pixel_values=torch.zeros(1)), ("`pixel_values`", "token ids")),
+    "of a cache": Refusal(talked(**{CACHE: DynamicCache()}), (f"`{CACHE}`", "DynamicCache", "of its own")),
+    "of no cache": Refusal(talked(use_cache=False), ("`use_cache`", "False", "Leave it out")),
+    "of a static cache": Refusal(talked(cache_implementation="static"), ("`cache_implementation`", "'static'")),
+    "of beams": Refusal(talked(num_beams=3), ("`num_beams`", "3", "`target.generate`")),
+    "of lookup": Refusal(talked(prompt_lookup_num_tokens=3), ("`prompt_lookup_num_tokens`", "3", "Leave it out")),
+    "of an assistant": Refusal(talked(assistant_model=tiny_target(4)), ("`assistant_model`", "DeepseekV4ForCausalLM")),
+    "of no drafts": Refusal(talked(assistant_model=drafter_of(families.qwen3), num_assistant_tokens=0), ("0", WHOLE)),
+    **{f"of {copies!r} copies": Refusal(functools.partial(Conversation, bound(families.qwen3), max_copies=copies),
+                                        (f"`max_copies` is {copies!r}", WHOLE)) for copies in (-1, 2.0, None)},
+    "with another's drafter": Refusal(lambda: Conversation(bound(families.qwen3), tiny_drafter(tiny_target())),
+                                      ("hidden_size",)),
 }  # fmt: skip
 
 

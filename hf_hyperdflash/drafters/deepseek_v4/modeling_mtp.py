@@ -64,6 +64,17 @@ class MTPContext:
         """Return the number of past keys that the next entry can see."""
         return 0 if self.keys is None else self.keys.shape[2]
 
+    keeps_all = False
+
+    def crop(self, end: int) -> bool:
+        """Go back to the first `end` tokens. Return whether it could: not where the window has moved on."""
+        if self.end == end:
+            return True
+        if not 0 <= end < self.end == len(self):
+            return False
+        self.keys, self.streams, self.end = cast(torch.Tensor, self.keys)[:, :, :end], None, end
+        return True
+
     def select(self, indices: torch.Tensor) -> None:
         """Become one sequence for each of `indices`, which continues the sequence of that index."""
         if self.keys is not None:

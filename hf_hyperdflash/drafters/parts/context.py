@@ -39,9 +39,11 @@ class DraftContext:
 
     Args:
         window: How many of the last tokens any layer sees; `None` for all.
+        size: Keys of a token.
 
     Attributes:
         end: The number of tokens of the text that were added.
+        first: The token since which none was left out, as of a prompt that is longer than the window.
         length: The number of its keys in each layer.
         pending: Of accepted tokens whose keys the next round computes, the residual, positions and, for entries, the
             tokens that follow, `[1, new, ...]` each.
@@ -52,8 +54,9 @@ class DraftContext:
         compiled: What the rounds of its batch have in common while they run compiled; else `None`.
     """
 
-    def __init__(self, window: int | None = None) -> None:
-        self.window, self.end, self.length, self.row = window, 0, 0, 0
+    def __init__(self, window: int | None = None, size: int = 1) -> None:
+        self.window, self.size, self.end, self.length, self.row = window, size, 0, 0, 0
+        self.first = 0
         self.pending: tuple[torch.Tensor, ...] | None = None
         self.states: torch.Tensor | None = None
         self.buffer: list[KeysValues] = []
@@ -63,6 +66,27 @@ class DraftContext:
     def new_count(self) -> int:
         """The number of pending tokens."""
         return 0 if self.pending is None else self.pending[1].shape[1]
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether [`crop`] reaches any length."""
+        return self.window is None
+
+    def crop(self, end: int) -> bool:
+        """Go back to the first `end` tokens of the text. Return whether it could: not where a window has moved on, or
+        to tokens before some that were left out. Then it stays as it was."""
+        count, new = self.end - end, self.new_count
+        known = min(self.end - self.first, self.length + new)
+        is_seen = self.window is None or known - count >= min(end, self.window)
+        if count and (count < 0 or not is_seen or (self.size and 0 < self.first >= end)):
+            return False
+        if count < new:
+            self.pending = tuple(part[:, : new - count] for part in self.pending or ())
+        elif count:
+            self.length, self.pending = self.length - self.size * (count - new), None
+            self.states = self.states if count == new else None
+        self.end = end
+        return True
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ class UnrolledDrafter(UnrolledNetwork, HiddenStateDrafter):
 
     def new_context(self) -> DraftContext:
         """Return an empty context for one sequence."""
-        return DraftContext()
+        return DraftContext(size=self.config.block_size)
 
     @torch.no_grad()
     def extend(

@@ -18,13 +18,14 @@ _ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),  # the message's text is the call
-    **dict.fromkeys(("tool", "observation", "tool_response"), "tool"),
+    **dict.fromkeys(("tool", "observation", "tool_response", "function", "ipython"), "tool"),
     **{role: role for role in ("system", "developer")},
 }
 _CALLERS = ("function_call", "tool_call")
 _EXCHANGES = (
     ("instruction", "output"), ("prompt", "completion"), ("question", "answer"),
     ("query", "response"), ("question", "response"), ("prompt", "response"), ("instruction", "response"),
+    ("query", "answers"),  # which are calls
 )  # fmt: skip
 _SYSTEM = ("system", "system_prompt")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -40,11 +41,12 @@ def to_messages(row: Mapping[str, Json]) -> list[Message]:
     """Turn one dataset row into chat messages.
 
     Understands `messages`, ShareGPT `conversations`, `turns` (user turns only), `instruction`/`input`/`output`,
-    `prompt`/`completion` (texts or lists of messages), `query`/`response` and `question`/`answer` (GSM8K's calculator
-    marks are removed and its `#### 7` becomes a sentence with the answer in a box, as the benchmark prompts ask for).
-    Beside them `system` or `system_prompt`, and beside one question and answer `history`, the exchanges before, and
-    the answer's reasoning. A thinking model's reasoning is a message's `reasoning_content` (read as `reasoning` and
-    `thinking`, too). An answer whose `train`, `weight` or `loss` is 0 keeps `train` False.
+    `prompt`/`completion` (texts or lists of messages), `query`/`response`, `query`/`answers` (calls) and
+    `question`/`answer` (GSM8K's calculator marks are removed and its `#### 7` becomes a sentence with the answer in a
+    box, as the benchmark prompts ask for). A list of messages may be its JSON text. Beside them `system` or
+    `system_prompt`, and beside one question and answer `history`, the exchanges before, and the answer's reasoning. A
+    thinking model's reasoning is a message's `reasoning_content` (read as `reasoning` and `thinking`, too). An answer
+    whose `train`, `weight` or `loss` is 0 keeps `train` False.
 
     A row with none of these columns, an unknown speaker, no text, or a field that would change the text and is not
     read, as `images`, is refused.
@@ -56,7 +58,7 @@ def to_messages(row: Mapping[str, Json]) -> list[Message]:
     columns = next((pair for pair in _EXCHANGES if all(row.get(name) is not None for name in pair)), None)
     if name := next((name for name in ("messages", "conversations", "turns") if name in given), None):
         _refuse_unread(given, _EXCHANGE_FIELDS)
-        turns = _checked_list(given[name])
+        turns = _checked_list(_unpacked(given[name]))
         messages = _as_messages([{"role": "user", "content": turn} for turn in turns] if name == "turns" else turns)
     elif columns:  # whose answer may be empty
         messages = _exchange(row, given, *columns)
@@ -106,7 +108,10 @@ def _exchange(
     if answer_column == "answer" and isinstance(answer, str):  # GSM8K's
         worked, marker, final = re.sub(r"<<.*?>>", "", answer).partition("\n#### ")
         answer = f"{worked}\nThe answer is \\boxed{{{final.strip()}}}." if marker else worked
-    answers = _as_messages(answer, "assistant")
+    if answer_column == "answers":
+        answers = [_normalized({"role": "assistant", "tool_calls": answer})]
+    else:
+        answers = _as_messages(answer, "assistant")
     reasoning = next((given[name] for name in REASONING if name in given and not _is_switch(given[name])), None)
     if reasoning is not None:
         answers[:1] = [_normalized({"thinking": reasoning, **answers[0]})]
@@ -121,12 +126,14 @@ def _exchange(
 
 
 def read_tools(row: Mapping[str, Json]) -> list[Tool] | None:
-    """Return the tools that a row's conversation may call, from a list of JSON schemas or its JSON text."""
+    """Return the tools that a row's conversation may call, from a list of JSON schemas. The list, and each schema, may
+    be JSON text."""
     given = row.get("tools")
-    if not given:
+    if not given or (isinstance(given, str) and not given.strip()):
         return None
     try:
-        tools = json.loads(given) if isinstance(given, str) else _without_nones(given)
+        tools = _unpacked(given) if isinstance(given, str) else _without_nones(given)
+        tools = [_unpacked(tool) for tool in _checked_list([] if tools is None else tools)]
         for tool in _checked_list(tools, dict):
             schema = tool["function"] if isinstance(tool.get("function"), dict) else tool
             if isinstance(schema.get("parameters"), str):  # which templates would write as one more text
@@ -137,6 +144,15 @@ def read_tools(row: Mapping[str, Json]) -> list[Tool] | None:
             f"`tools` is {str(given)[:100]!r}, expected a list of JSON schemas, or the JSON text of one: correct "
             "it, or leave the column out."
         ) from error
+
+
+def _unpacked(given: Json) -> Any:
+    """Return the value of a JSON text, as which columns are stored whose values have several types; another value, or
+    text, as it is."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
 
 
 def _without_nones(part: Any) -> Any:
@@ -214,11 +230,8 @@ def _text(content: Json, speaker: str) -> str:
 
 def _parsed_calls(given: Json) -> list[Json]:
     """Return a list of calls, from one, several, or their JSON text."""
-    try:
-        calls = json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        calls = None
-    calls = calls if isinstance(calls, list) else [calls]
+    calls = _unpacked(given)
+    calls = [_unpacked(call) for call in (calls if isinstance(calls, list) else [calls])]
     if not all(isinstance(call, dict) and isinstance(function_name(call), str) for call in calls):
         raise ValueError(f"A call is {str(given)[:100]!r}, expected its name and arguments, or the JSON text of them.")
     return calls

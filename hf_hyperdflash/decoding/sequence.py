@@ -97,6 +97,7 @@ class Sequence:
         mask = None if mask is None or bool(mask[:, padding:].all()) else mask[:, padding:]
         positions = None if positions is None else positions[..., -(row.ids.shape[1] - padding) :]
         self.tokens = TokenBuffer(row.ids, padding, mask, positions)
+        self.sampler = replace(self.sampler, padding=row.ids[:, :padding] if padding else None)
         check_restart(target.config, self.tokens.length, config.max_length, padding)
         self.context = load_context(self.cache, self.pair)
         self.residuals: list[torch.Tensor] = []

@@ -99,6 +99,8 @@ class DraftSampler:
         chain_admission: Who admits the drafts of a chain one by one; `None` for as many as are asked for.
         node_admission: Who admits the nodes of a tree; `None` for as many as are asked for.
         has_all_processors: Whether all of the request's may run on drafts.
+        padding: `[1, padding]`, what the caller has before the text and a drafter's request has not: processors count
+            it, and know where it ends. `None` for nothing.
     """
 
     processors: LogitsProcessorList
@@ -107,6 +109,7 @@ class DraftSampler:
     chain_admission: ChainAdmission | None = None
     node_admission: Admission | None = None
     has_all_processors: bool = True
+    padding: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         may_run = without_state(self.processors)
@@ -123,8 +126,10 @@ class DraftSampler:
             drafts: What follows it on each path, `[paths, drafts]`.
             logits: The drafter's, `[paths, config.vocab_size]`.
         """
-        # Without a copy of the text for every path where nobody reads it.
-        text = torch.cat([ids.expand(len(drafts), -1), drafts], dim=1) if self._reads_text else drafts
+        text = drafts
+        if self._reads_text:  # else without a copy of the text for every path
+            before = [ids] if self.padding is None else [self.padding, ids]
+            text = torch.cat([*(part.expand(len(drafts), -1) for part in before), drafts], dim=1)
         return self.scored(text, drafts.tolist() if self.grammars else (), logits, are_drafted=True)
 
     def scored(

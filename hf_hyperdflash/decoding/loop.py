@@ -327,7 +327,7 @@ class Batch:
             budget = None
         for sequence in self.sequences:
             sequence.sampler = replace(sequence.sampler, tree_budget=MAX_AUTO_NODES if budget == AUTO else budget)
-        self.policy = FixedPolicy(budget is not None, self.request.known_stats if self.request.max_known else None)
+        self.policy = FixedPolicy(budget is not None, self.request.known_stats)
         if stats is not None and is_batch:
             self.policy = BatchPolicy(stats)
         elif stats is not None and budget == AUTO:

@@ -348,7 +348,11 @@ class Batch:
         if not any(known):
             return self._no_paths, counts
         joined = self.policy.join(known, counts)
-        paths = [list(path.tokens[:length]) if path else [] for path, (length, _) in zip(known, joined)]
+        paths = []
+        for sequence, path, (length, asks_drafter) in zip(self.sequences, known, joined):
+            if asks_drafter:  # whose nodes have at least half of the budget
+                length = min(length, (sequence.sampler.tree_budget or 0) // 2)
+            paths.append(list(path.tokens[:length]) if path else [])
         return paths, [count if asks_drafter else 0 for count, (_, asks_drafter) in zip(counts, joined)]
 
     def compile_drafter(self) -> None:

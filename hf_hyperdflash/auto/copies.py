@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -10,9 +11,10 @@ from typing import NamedTuple
 
 MAX_KNOWN = 31  # drafts of a path that is known: a round of 32 positions, which kernels are made for
 MEMORY = 64  # tokens
-PRIORS = 0.3, 0.3, 0.45, 0.7, 0.85, 0.92, 0.95
+PRIORS = 0.1, 0.1, 0.2, 0.5, 0.75, 0.9, 0.95
 """Of a match of 0, 1, 2, 4, 8, 16 or 32 tokens and more: how probable it is that the next token is the copy's, before
-any was seen. Each counts as [`PRECISION`] tokens."""
+any was seen. Each counts as [`PRECISION`] tokens. They are low: that copies are right is learned without
+drafting them."""
 
 PRECISION = 4.0  # tokens
 REACHED = 0.3  # the lowest probability with which a round that has no costs reaches a draft of a path
@@ -50,8 +52,11 @@ class CopyChances:
     seen: list[float] = field(default_factory=lambda: [PRECISION] * len(PRIORS))
 
     def __call__(self, length: int) -> float:
-        """Return how probable the next token of a copy is after a match of `length` tokens."""
-        return self.means[min(length.bit_length(), len(PRIORS) - 1)]
+        """Return how probable the next token of a copy is after a match of `length` tokens, less a standard error:
+        what is taken for better than it is costs time."""
+        place = min(length.bit_length(), len(PRIORS) - 1)
+        mean = self.means[place]
+        return mean - math.sqrt(max(mean * (1 - mean), 0.0) / self.seen[place])
 
     def observe(self, length: int, is_right: bool) -> None:
         """Learn from a token that was written, whether or not the copy was drafted."""

@@ -327,7 +327,7 @@ class Batch:
             budget = None
         for sequence in self.sequences:
             sequence.sampler = replace(sequence.sampler, tree_budget=MAX_AUTO_NODES if budget == AUTO else budget)
-        self.policy = FixedPolicy(budget is not None, self.request.known_stats if self.request.max_known else None)
+        self.policy = FixedPolicy(budget is not None, self.request.known_stats)
         if stats is not None and is_batch:
             self.policy = BatchPolicy(stats)
         elif stats is not None and budget == AUTO:
@@ -348,7 +348,11 @@ class Batch:
         if not any(known):
             return self._no_paths, counts
         joined = self.policy.join(known, counts)
-        paths = [list(path.tokens[:length]) if path else [] for path, (length, _) in zip(known, joined)]
+        paths = []
+        for sequence, path, (length, asks_drafter) in zip(self.sequences, known, joined):
+            if asks_drafter:  # whose nodes have at least half of the budget
+                length = min(length, (sequence.sampler.tree_budget or 0) // 2)
+            paths.append(list(path.tokens[:length]) if path else [])
         return paths, [count if asks_drafter else 0 for count, (_, asks_drafter) in zip(counts, joined)]
 
     def compile_drafter(self) -> None:

@@ -210,7 +210,7 @@ class Request:
         drafting_stats: What "auto" knows of the pair, to draft what saves time; `None` to draft what is asked for.
         lookup: Whether to copy what followed the last tokens where they occurred before: of the text itself, and of a
             [`~drafters.without_weights.lookup.Lookup`].
-        known_stats: What is known of such copies.
+        known_stats: What is known of such copies; `None` without.
 
     Raises:
         ValueError: If the drafter does not fit the target, or cannot draft as much as is asked for.
@@ -250,7 +250,7 @@ class Request:
                 self.drafting_stats = facts.stats.setdefault(kind, DraftingStats())
                 # Not beside a fixed number of nodes, which every round has.
                 self.lookup = self.tree_budget in (None, AUTO) if lookup is None else lookup
-            self.known_stats = facts.known_stats.setdefault(kind, KnownStats())
+            self.known_stats = facts.known_stats.setdefault(kind, KnownStats()) if self.lookup else None
 
     @property
     def max_known(self) -> int:

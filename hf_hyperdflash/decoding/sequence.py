@@ -103,7 +103,7 @@ class Sequence:
         self.residuals: list[torch.Tensor] = []
         self.finished, self.streamer_seconds, self.now = False, 0.0, clock(target.model.device)
         self.sources: list[DraftSource] = [GrammarSource(each, self.stopping.ends) for each in self.sampler.grammars]
-        if request.lookup:
+        if request.known_stats is not None:
             ids = self.tokens.unpadded if self.real is None else self.tokens.unpadded[self.real.bool()]
             documents = request.lookup if isinstance(request.lookup, Lookup) else None
             self.sources.append(CopySource(ids.flatten().tolist(), request.known_stats.chances, documents))

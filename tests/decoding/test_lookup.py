@@ -100,7 +100,9 @@ def test_trees_hold_a_copy_beside_the_drafters_nodes_within_the_budget():
     expected = target.generate(ids, max_new_tokens=40, **GREEDY)
     drafter = RandomTrees(target, [], most=20)
     drafter.bind(target)
-    target.hyperdflash_binding.pairs[drafter].known_stats[False] = Unlearning(accepted=99.0)  # no copy is better alone
+    target.hyperdflash_binding.pairs[drafter].known_stats[False] = Unlearning(
+        Fixed([0.9] * 7), 99.0
+    )  # no copy is better alone
     with keep_trees():
         out = target.generate(
             ids,

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
 from transformers.cache_utils import DynamicLayer
 
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.caches.round_cache import RoundLayer
+from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers.families import made
@@ -74,6 +77,29 @@ def test_of_a_deepseek_v4_nothing_grows_but_attention(options, monkeypatch):
     drafter = tiny_drafter(target, num_draft_tokens=4)
     short, long = (work(monkeypatch, target, drafter, length, **options) for length in (SHORT, LONG))
     assert grown(short, long, LONG - SHORT) <= INDEXERS
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"window_from": "slot"}, {"causal_layers": "all"}], ids=["anchor", "slot", "causal"]
+)
+@torch.no_grad()
+def test_texts_that_differ_in_length_are_drafted_for_as_each_alone_within_a_window(fields):
+    target = dense()
+    drafter, seen = tiny_drafter(target, num_draft_tokens=4, sliding_window=9, **fields), target_of(target)
+    for weight in drafter.parameters():
+        weight.add_(torch.randn_like(weight) / 8)
+
+    def request(length):
+        generator, context = torch.Generator().manual_seed(length), drafter.new_context()
+        residual, ids = torch.randn(1, length, 1, 64, generator=generator), prompt(length + 1, seed=length)
+        drafter.extend(seen, context, residual, torch.arange(length)[None], ids[:, 1:])
+        sampler = DraftSampler(LogitsProcessorList(), do_sample=False)
+        return DraftRequest(context, ids, torch.arange(length + 1)[None], 4, sampler)
+
+    lengths = 70, 41, 12
+    alone = [drafter.draft(seen, [request(length)])[0].tokens.tolist() for length in lengths]
+    together = drafter.draft(seen, [request(length) for length in lengths])
+    assert [tree.tokens.tolist() for tree in together] == alone
 
 
 def round_layer(length, **options):

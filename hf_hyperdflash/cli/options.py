@@ -84,8 +84,8 @@ Drafters = Annotated[
     list[str] | None,
     Option(
         "--drafter",
-        help=f'Path or Hub id, or {PROMPT_LOOKUP}; NAME=PATH, "NAME (auto)=PATH", "NAME (4, 16 nodes)=PATH", '
-        '"NAME (4, lookup)=PATH", "NAME (4, adaptive)=PATH".',
+        help=f'Path or Hub id, or {PROMPT_LOOKUP}; NAME=PATH, "NAME (auto)=PATH", '
+        '"NAME (4, 16 nodes, lookup, adaptive)=PATH".',
     ),
 ]
 SavedDrafter = Annotated[Path, Argument(exists=True, file_okay=False, help="Folder of a saved drafter.")]

@@ -142,7 +142,9 @@ def law_of(target, ids, table, new):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "asked"), [(plain, {}), (with_head("markov"), {}), (plain, {"tree_budget": 3})], ids=str
+    ("drafter", "asked"),
+    [(plain, {}), (with_head("markov"), {}), (plain, {"tree_budget": 3})],
+    ids=["chain", "sequential head", "tree"],
 )
 @torch.no_grad()
 def test_drawn_texts_have_the_law_of_plain_decoding(drafter, asked):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -15,6 +14,9 @@ PRIORS = 0.1, 0.1, 0.2, 0.5, 0.75, 0.9, 0.95
 """Of a match of 0, 1, 2, 4, 8, 16 or 32 tokens and more: how probable it is that the next token is the copy's, before
 any was seen. Each counts as [`PRECISION`] tokens. They are low: that copies are right is learned without
 drafting them."""
+
+RESUMED = 0.3, 0.5
+"""Of a copy that goes on behind a difference, after 1 and after 2 or 3 tokens that are the same again."""
 
 PRECISION = 4.0  # tokens
 REACHED = 0.3  # the lowest probability with which a round that has no costs reaches a draft of a path
@@ -48,21 +50,30 @@ class KnownPath(NamedTuple):
 class CopyChances:
     """How often the next token was that of a copy, by the length of the match: running means."""
 
-    means: list[float] = field(default_factory=lambda: list(PRIORS))
-    seen: list[float] = field(default_factory=lambda: [PRECISION] * len(PRIORS))
+    means: list[float] = field(default_factory=lambda: [*PRIORS, *RESUMED])
+    seen: list[float] = field(default_factory=lambda: [PRECISION] * len(PRIORS + RESUMED))
 
-    def __call__(self, length: int) -> float:
-        """Return how probable the next token of a copy is after a match of `length` tokens, less a standard error:
-        what is taken for better than it is costs time."""
-        place = min(length.bit_length(), len(PRIORS) - 1)
-        mean = self.means[place]
-        return mean - math.sqrt(max(mean * (1 - mean), 0.0) / self.seen[place])
+    def __call__(self, length: int, is_resumed: bool = False) -> float:
+        """Return how probable the next token of a copy is after a match of `length` tokens.
 
-    def observe(self, length: int, is_right: bool) -> None:
+        Args:
+            length: Of the match.
+            is_resumed: Whether the copy goes on behind a difference.
+        """
+        return self.means[self._place(length, is_resumed)]
+
+    def observe(self, length: int, is_right: bool, is_resumed: bool = False) -> None:
         """Learn from a token that was written, whether or not the copy was drafted."""
-        place = min(length.bit_length(), len(PRIORS) - 1)
+        place = self._place(length, is_resumed)
         self.seen[place] = min(self.seen[place] + 1, MEMORY)
         self.means[place] += (is_right - self.means[place]) / self.seen[place]
+
+    @staticmethod
+    def _place(length: int, is_resumed: bool) -> int:
+        doublings = length.bit_length()
+        if is_resumed and doublings <= len(RESUMED):
+            return len(PRIORS) + doublings - 1
+        return min(doublings, len(PRIORS) - 1)
 
 
 @dataclass

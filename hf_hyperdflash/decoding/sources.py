@@ -9,6 +9,8 @@ from ..auto.copies import CopyChances, KnownPath
 from ..drafters.without_weights.lookup import SIZES, Lookup, Match, TextIndex
 from ..grammars.processor import TextGrammar
 
+_SURE = 4  # tokens of a match that is hardly chance
+
 
 class DraftSource(Protocol):
     """Knows of one sequence how it may go on. What it says depends on the text alone."""
@@ -26,7 +28,8 @@ class DraftSource(Protocol):
 class CopySource:
     """Copies what followed the last tokens where they occurred before.
 
-    It follows a match for as long as the text does, and learns from each token whether the copy was right.
+    It follows a match for as long as the text does, and learns from each token whether the copy was right. Behind a
+    difference, an edit for example, it looks first where that copy ended.
 
     Args:
         prompt: Token ids, without padding.
@@ -37,6 +40,7 @@ class CopySource:
     def __init__(self, prompt: list[int], chances: CopyChances, lookup: Lookup | None) -> None:
         self.text, self.chances, self.lookup = TextIndex(prompt), chances, lookup
         self._match: Match | None = None
+        self._ended: Match | None = None  # the last copy of some length
         self._find()
 
     def append(self, token: int) -> None:
@@ -44,8 +48,10 @@ class CopySource:
         match = self._match
         if match is not None:
             is_right = match.following == token
-            self.chances.observe(match.length, is_right)
+            self.chances.observe(match.length, is_right, match.is_resumed)
             self._match = match.moved_on() if is_right else None
+            if not is_right and match.length >= _SURE:
+                self._ended = match
         if self._match is None or self._match.length < SIZES[0]:
             self._find()
 
@@ -55,13 +61,22 @@ class CopySource:
         for found in (self.text.find(last), self.lookup and self.lookup.find(last)):
             if found and (match is None or found.length > match.length):
                 match = found
+        if self._ended is not None and (match is None or match.length < _SURE):
+            resumed = self._ended.resumed(last)
+            if resumed is not None and (match is None or self._chance(resumed) > self._chance(match)):
+                match = resumed
         self._match = match
+
+    def _chance(self, match: Match) -> float:
+        return self.chances(match.length, match.is_resumed)
 
     def path(self, count: int) -> KnownPath | None:
         if self._match is None:
             return None
-        tokens, length = self._match.copy(count), self._match.length
-        return KnownPath(tokens, [self.chances(length + k) for k in range(len(tokens))]) if tokens else None
+        tokens, length, is_resumed = self._match.copy(count), self._match.length, self._match.is_resumed
+        return (
+            KnownPath(tokens, [self.chances(length + k, is_resumed) for k in range(len(tokens))]) if tokens else None
+        )
 
     def end(self) -> None:
         if self.lookup is not None:

@@ -10,7 +10,8 @@ import torch
 from transformers import CompileConfig, LogitsProcessor
 
 from hf_hyperdflash import Lookup, PromptLookupDrafter, bind
-from hf_hyperdflash.auto.copies import CopyChances, KnownStats
+from hf_hyperdflash.auto.copies import PRECISION, CopyChances, KnownStats
+from hf_hyperdflash.decoding.sources import CopySource
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.base import Drafter
 from hf_hyperdflash.drafters.sampling import draft_batch
@@ -210,7 +211,7 @@ class Unlearning(KnownStats):
 
 
 class Fixed(CopyChances):
-    def observe(self, length, is_right):
+    def observe(self, length, is_right, is_resumed=False):
         pass
 
 
@@ -307,3 +308,20 @@ def test_a_lookup_needs_a_drafter(target):
     with pytest.raises(ValueError, match="`lookup` is True, but there is no drafter"):
         target.generate(prompt(5), lookup=True, max_new_tokens=3)
     target.generate(prompt(5), lookup=False, max_new_tokens=3)  # is as if it were not there
+
+
+def test_an_edited_copy_goes_on_behind_the_difference():
+    """A name is another one at each place: the words behind it follow in the source, and not where they were last."""
+    lines = [[10 + line, 11 + line, 1, 2, 50 + line, 3, 4, 60 + line, 5] for line in range(0, 24, 3)]
+    edited = [[90 if token == 4 else token for token in line] for line in lines]
+    chances = CopyChances()
+    source, drafted = CopySource([token for line in lines for token in line], chances, None), []
+    for line in edited:
+        for token in line:
+            path = source.path(1)
+            drafted.append(path is not None and path.tokens[0] == token)
+            source.append(token)
+    # What is behind the new name is new; then one token is the same, or none yet, by what was learned.
+    behind = [drafted[9 * number + 7 : 9 * number + 9] for number in range(len(lines))]
+    assert all(right[1] for right in behind[1:]) and sum(drafted) > 0.7 * len(drafted)
+    assert chances(1, True) > chances(1) and chances.seen[-1] > PRECISION

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_hyperdflash import Lookup
 from hf_hyperdflash.drafters.without_weights import lookup
-from hf_hyperdflash.drafters.without_weights.lookup import LONGEST, SIZES, TextIndex
+from hf_hyperdflash.drafters.without_weights.lookup import LONGEST, SIZES, Match, TextIndex
 
 
 def naive(tokens: list[int], last: list[int]) -> tuple[int, int] | None:
@@ -53,12 +53,29 @@ def test_what_follows_the_end_of_a_text_is_the_copy_again():
     assert match.copy(2) == [8, 9] and match.copy(7) == [8, 9, 7, 8, 9, 7, 8]
 
 
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.integers(-1, 2), min_size=2, max_size=60), st.lists(st.integers(0, 2), min_size=1), st.data())
+def test_a_copy_goes_on_near_its_end_behind_what_is_most_alike(tokens, last, data):
+    place = data.draw(st.integers(0, len(tokens) - 1))
+    end = next((at for at in range(place, len(tokens)) if tokens[at] == -1), len(tokens))  # of its text
+    same = {}
+    for at in range(place + 1, min(place + lookup.NEAR + 1, end)):
+        while (
+            same.setdefault(at, 0) < min(LONGEST, len(last), at) and tokens[at - 1 - same[at]] == last[-1 - same[at]]
+        ):
+            same[at] += 1
+    length = max(same.values(), default=0)
+    found = Match(tokens, place, 5).resumed(last)
+    assert found == (Match(tokens, min(at for at in same if same[at] == length), length, True) if length else None)
+
+
 def test_texts_of_a_lookup_do_not_run_into_each_other():
     known = Lookup(documents=[[1, 2, 3], torch.tensor([[2, 3, 4, 5]])])
     known.add(torch.tensor([9, 9]))
     known.remember([3, 9, 6])
     assert known.find([2, 3]).copy(5) == [4, 5]  # after the first document nothing follows
-    assert known.find([4, 5]) is None and known.find([5, 9]) is None and known.find([9, 3]) is None
+    assert known.find([4, 5]) is None  # nor after the second one
+    assert known.find([5, 9]).length == 1 and known.find([9, 3]).length == 1
     assert known.find([3, 9]).copy(5) == [6]
 
 

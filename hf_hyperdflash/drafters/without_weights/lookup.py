@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-SIZES = 12, 5, 2  # of the runs of tokens that are looked up, the longest first
+SIZES = 12, 5, 2, 1  # of the runs of tokens that are looked up, the longest first
 LONGEST = 32  # a longer match is as good as one of this length
+NEAR = 32  # tokens behind the end of a copy, in which it may go on
 MEMORY = 1_000_000  # tokens of earlier requests, about; each takes some 350 bytes
 _END = -1  # between two texts
 
@@ -22,11 +23,13 @@ class Match(NamedTuple):
         tokens: The text that it is in, which may grow.
         place: Of the token that followed there.
         length: How many tokens are the same, [`LONGEST`] at most.
+        is_resumed: Whether a copy goes on there behind a difference.
     """
 
     tokens: list[int]
     place: int
     length: int
+    is_resumed: bool = False
 
     @property
     def following(self) -> int:
@@ -35,8 +38,22 @@ class Match(NamedTuple):
 
     def moved_on(self) -> Match | None:
         """Return the match of one token more, once that is written; `None` where the text that it is in ends."""
-        moved = Match(self.tokens, self.place + 1, self.length + 1)
+        moved = self._replace(place=self.place + 1, length=self.length + 1)
         return None if moved.following == _END else moved
+
+    def resumed(self, last: Sequence[int]) -> Match | None:
+        """Return where this copy, which ended here, goes on behind a difference, as in an edited text: near its
+        end, behind the longest run of tokens that are now the last; `None` if none of them is."""
+        tokens, best = self.tokens, None
+        for place in range(self.place + 1, min(self.place + NEAR, len(tokens) - 1) + 1):
+            length = 0
+            while length < min(LONGEST, len(last), place) and tokens[place - 1 - length] == last[-1 - length]:
+                length += 1
+            if tokens[place - 1] == _END:
+                break
+            if length > (best.length if best else 0) and tokens[place] != _END:
+                best = Match(tokens, place, length, True)
+        return best
 
     def copy(self, count: int) -> list[int]:
         """Return at most `count` tokens that followed. What follows the end of the text itself is the copy again."""

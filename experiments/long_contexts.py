@@ -403,7 +403,8 @@ def save(rows: list[dict[str, Any]], prompts: list[dict[str, Any]], arguments: a
         f"of {arguments.nodes} nodes, a window of {arguments.window} tokens. Caches and contexts are filled with "
         f"random keys and entries. The median of {arguments.runs} runs, by turns; nearly no draft is accepted."
     )
-    report = f"# Long contexts\n\n{head}\n\n{table(rows)}\n\n## Prompts\n\n{prompt_table(prompts)}\n"
+    below = f"\n\n## Prompts\n\n{prompt_table(prompts)}" if prompts else ""
+    report = f"# Long contexts\n\n{head}\n\n{table(rows)}{below}\n"
     save_report(report, arguments, rows=rows, prompts=prompts)
 
 

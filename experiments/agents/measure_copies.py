@@ -134,7 +134,7 @@ def write(rows: list[dict[str, Any]], kinds: list[str], facts: dict[str, Any], a
         parts.append("\n".join(lines))
     report = "\n\n".join(parts) + "\n"
     print(report)
-    save_report(report, arguments, facts=facts, kinds=figures, rows=rows)
+    save_report(report, arguments, facts=facts, kinds=figures)
 
 
 if __name__ == "__main__":

@@ -259,7 +259,7 @@ def write(rows: list[dict[str, Any]], facts: dict[str, Any], arguments: argparse
     )
     report = "\n\n".join([head("JSON by schema", facts), about, "\n".join(lines)]) + "\n"
     print(report)
-    save_report(report, arguments, facts=facts, libraries=figures, rows=rows)
+    save_report(report, arguments, facts=facts, libraries=figures)
 
 
 if __name__ == "__main__":

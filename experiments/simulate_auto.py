@@ -150,7 +150,7 @@ def auto(stats: DraftingStats) -> Rule:
             while drafts < room and policy.is_open() and policy.admits(signals[drafts]):
                 drafts += 1
             accepted = min(text[place].accepted, drafts)
-            took = rounds.take(drafts if policy.is_asked else None, draw)
+            took = rounds.take(drafts if policy.asks_drafter else None, draw)
             place, spent = place + 1 + accepted, spent + took
             tree = DraftTree.chain(torch.zeros(drafts))
             policy.end([Outcome(tree, list(range(accepted)), place >= len(text))], took)

@@ -17,6 +17,7 @@ import copy
 import datetime
 import gzip
 import json
+import math
 import random
 import statistics
 import time
@@ -188,7 +189,7 @@ def table(results: list[dict[str, Any]]) -> str:
             beside = "" if name == AS_IS else f"{least:.2f} to {most:.2f}"
             lines.append(
                 f"| {result['length']:,} | {name} | {tau:.2f} | {low:.2f} to {high:.2f} | {ratio:.2f} | {beside} | "
-                f"{result['draft_ms'][name]:.1f} |"
+                f"{result['draft_ms'].get(name, math.nan):.1f} |"
             )
     return "\n".join(lines)
 

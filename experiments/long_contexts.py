@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import transformers
+from benchmark.cache import held_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -175,22 +176,6 @@ class LiveMemory(TorchDispatchMode):
 
     def _forget(self, place: int) -> None:
         self.live -= self.sizes.pop(place)
-
-
-def held_bytes(thing: object) -> int:
-    """Bytes of all distinct storages reachable from a cache or a context."""
-
-    def storages(thing: object) -> dict[int, int]:
-        if isinstance(thing, torch.Tensor):
-            return {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()}
-        if isinstance(thing, dict):
-            thing = list(thing.values())
-        elif hasattr(thing, "__dict__"):
-            thing = list(vars(thing).values())
-        items = thing if isinstance(thing, (list, tuple)) else []
-        return {address: size for item in items for address, size in storages(item).items()}
-
-    return sum(storages(thing).values())
 
 
 class Way:

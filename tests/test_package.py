@@ -78,11 +78,12 @@ def test_importing_loads_nothing_heavy():
 def test_using_everything_changes_no_registry():
     code = """
 import transformers.models.deepseek_v4.modeling_deepseek_v4 as v4
-from transformers import cache_utils
+from transformers import AttentionInterface, AttentionMaskInterface, cache_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 def registries():
     is_stateful = v4.DeepseekV4ForCausalLM._is_stateful
-    return dict(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING), dict(CONFIG_MAPPING._extra_content), is_stateful
+    attention = [sorted(each._global_mapping) for each in (AttentionInterface, AttentionMaskInterface)]
+    return dict(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING), dict(CONFIG_MAPPING._extra_content), is_stateful, attention
 before = registries()
 import hf_hyperdflash
 for name in hf_hyperdflash.__all__:

@@ -75,13 +75,12 @@ class Sequence:
         target, drafter = self.target, self.drafter = request.pair.target, request.pair.drafter
         self.streamer: BaseStreamer | None = request.arguments.get("streamer")
         self.processor, self.stopping = row.processors, Stopping(row.criteria)
-        self.sampler = DraftSampler(row.processors, bool(config.do_sample))
-        observer = drafter.observer
+        observer, do_sample = drafter.observer, bool(config.do_sample)
         with self.pair.adapted():
-            self.observer = None if observer is None else observer.begin(target.model, self.sampler.do_sample)
+            self.observer = None if observer is None else observer.begin(target.model, do_sample)
         wanted = None if self.observer is None else self.observer.target_layer_ids
         self.layer_ids = list(request.pair.facts.layer_ids if wanted is None else wanted)
-        self.is_greedy = not (config.do_sample or len(row.processors) or config.return_dict_in_generate)
+        self.is_greedy = not (do_sample or len(row.processors) or config.return_dict_in_generate)
         called = [*row.processors, *row.criteria]
         self.can_use_inference_mode = request.can_use_inference_mode(self.observer, called)
         self.recorder, self.stats = OutputRecorder(config, target), SpeculationStats()
@@ -97,7 +96,7 @@ class Sequence:
         mask = None if mask is None or bool(mask[:, padding:].all()) else mask[:, padding:]
         positions = None if positions is None else positions[..., -(row.ids.shape[1] - padding) :]
         self.tokens = TokenBuffer(row.ids, padding, mask, positions)
-        self.sampler = replace(self.sampler, padding=row.ids[:, :padding] if padding else None)
+        self.sampler = DraftSampler(row.processors, do_sample, padding=row.ids[:, :padding] if padding else None)
         check_restart(target.config, self.tokens.length, config.max_length, padding)
         self.context = load_context(self.cache, self.pair)
         self.residuals: list[torch.Tensor] = []

@@ -181,8 +181,10 @@ class DraftSampler:
         if not len(self.processors):
             return logits
         if not self._reads_text:
-            tokens = tree.tokens.tolist() if self.grammars else []
-            paths = [[tokens[each] for each in tree.path(node)] for node in range(ANCHOR, len(tokens))]
+            paths: Sequence[Sequence[int]] = ()
+            if self.grammars:
+                tokens = tree.tokens.tolist()
+                paths = [[tokens[each] for each in tree.path(node)] for node in range(ANCHOR, len(tree))]
             return self.scored(ids.expand(len(logits), -1), paths, logits)
         scores = []
         for node in range(ANCHOR, len(tree)):

@@ -140,8 +140,7 @@ def check_drafter(
     is_known = found.kind in kinds
     is_ours = not found.is_targets_own and found.layout is None
     if kinds and not (is_known and (or_others or is_ours)):
-        known = [str(kind) for kind in KINDS if kind in kinds]
-        listed = ", ".join(known[:-1]) + " or " * (len(known) > 1) + known[-1]
+        listed = in_words([str(kind) for kind in KINDS if kind in kinds], "or")
         step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_known else ""
         by_us = "" if or_others else ", saved by this package"
         raise ValueError(f"{name} is {found}, expected {listed}{by_us}{step}.")

@@ -77,13 +77,11 @@ def attention_of_rounds(config: PreTrainedConfig) -> Iterator[None]:
     """
     is_known = config._attn_implementation in (STOCK, SHARED_HEADS)
     if is_known:
+        AttentionInterface.register(SHARED_HEADS, attend)  # here, as importing changes nothing in transformers
+        AttentionMaskInterface.register(SHARED_HEADS, sdpa_mask)
         config._attn_implementation = SHARED_HEADS
     try:
         yield
     finally:
         if is_known:
             config._attn_implementation = STOCK
-
-
-AttentionInterface.register(SHARED_HEADS, attend)
-AttentionMaskInterface.register(SHARED_HEADS, sdpa_mask)

@@ -15,13 +15,13 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, Sto
 from transformers.generation import stopping_criteria
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
-from hf_hyperdflash.decoding.request import Pair
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.targets.caches.name import CACHE
 
 from ..conftest import penalty_counts_padding, prompt, tiny_drafter
 from ..fuzz_trees import padded_on_the_left
 from ..helpers import families
+from ..helpers.draft_trees import noted_drafts
 from ..helpers.tree_drafters import RandomChains, RandomTrees, is_wide
 from ..refusals.test_decoding import restarting
 from .test_requests import letters
@@ -64,18 +64,11 @@ def alone(target, rows, new=NEW):
 @pytest.mark.parametrize("budget", [None, 6])
 def test_what_reads_the_text_reads_the_same_of_a_padded_row(budget, qwen3, monkeypatch):
     """A repetition penalty and a shortest length: the drafts of each text alone, round by round."""
-    drafter, drafted, draft = tiny_drafter(qwen3), {}, Pair.draft
+    drafter, drafted = tiny_drafter(qwen3), noted_drafts(monkeypatch)
     drafter.bind(qwen3)
     inputs, rows = padded((9, 3, 14))
     options = dict(do_sample=False, max_new_tokens=12, tree_budget=budget, repetition_penalty=1.3)
 
-    def noted(pair, requests):
-        trees = draft(pair, requests)
-        for request, tree in zip(requests, trees):
-            drafted.setdefault(tuple(request.ids[0].tolist()), []).append((tree.tokens.tolist(), tree.parents))
-        return trees
-
-    monkeypatch.setattr(Pair, "draft", noted)
     for row in rows:
         qwen3.generate(row[None], assistant_model=drafter, min_length=len(row) + 6, **options)
     shortest = inputs["input_ids"].shape[1] + 6

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_hyperdflash import bind, load_drafter
-from hf_hyperdflash.decoding.request import Pair
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.sampling import DraftRequest
 from hf_hyperdflash.hub.found import check_drafter
@@ -21,6 +20,7 @@ from hf_hyperdflash.trees.growth import SHARPENED
 from ..conftest import mostly_nightly, penalty_counts_padding, prompt
 from ..fuzz_trees import padded_on_the_left
 from ..helpers import families
+from ..helpers.draft_trees import noted_drafts
 from ..helpers.gemma4_assistants import assistant, assistant_config, can_be_built, stock
 from ..helpers.refusals import Refusal
 
@@ -165,18 +165,9 @@ def test_fuzzed_texts_are_the_targets(seeds):
 def test_a_batch_is_drafted_as_each_text_alone(budget, monkeypatch):
     """Texts of a padded batch, over keys in the columns of a common cache: the same drafts, round by round."""
     target, drafter = pair("layers that share keys")
-    texts, drafted = [text(length, seed=length)[0] for length in (4, 23, 11)], {}
+    texts, drafted = [text(length, seed=length)[0] for length in (4, 23, 11)], noted_drafts(monkeypatch)
     options = dict(do_sample=False, max_new_tokens=20, num_assistant_tokens=4, tree_budget=budget)
     drafter.bind(target)
-    draft = Pair.draft
-
-    def noted(pair, requests):
-        trees = draft(pair, requests)
-        for request, tree in zip(requests, trees):
-            drafted.setdefault(tuple(request.ids[0].tolist()), []).append((tree.tokens.tolist(), tree.parents))
-        return trees
-
-    monkeypatch.setattr(Pair, "draft", noted)
     for one in texts:
         target.generate(one[None], assistant_model=drafter, **options)
     assert {len(found) for found in drafted.values()} == {1}

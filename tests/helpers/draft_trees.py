@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from hf_hyperdflash.decoding.request import Pair
 from hf_hyperdflash.trees.acceptance import Step, sampled_walk, traversal_walk
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
@@ -52,3 +53,17 @@ def steps_by(rule: Any, tree: DraftTree, p_after: Callable[[tuple[int, ...]], to
     if rule in WHOLE_TREE_RULES:
         return rule(tree, torch.stack([after(node) for node in range(ANCHOR, len(tree))]))
     return rule(tree, drafts, after)
+
+
+def noted_drafts(monkeypatch) -> dict[tuple[int, ...], list[tuple[list[int], tuple[int, ...]]]]:
+    """Note what is drafted from now on: after each text, ids and parents of each tree."""
+    drafted, draft = {}, Pair.draft
+
+    def noted(pair, requests):
+        trees = draft(pair, requests)
+        for request, tree in zip(requests, trees):
+            drafted.setdefault(tuple(request.ids[0].tolist()), []).append((tree.tokens.tolist(), tree.parents))
+        return trees
+
+    monkeypatch.setattr(Pair, "draft", noted)
+    return drafted

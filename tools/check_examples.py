@@ -188,18 +188,18 @@ runpy.run_path({words[0]!r}, run_name="__main__")
 
 
 def main() -> int:
-    chosen = [run for run in (*RUNS, *WRONG) if all(word in run[0] for word in sys.argv[1:])]
+    chosen, faults = [run for run in (*RUNS, *WRONG) if all(word in run[0] for word in sys.argv[1:])], []
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         make_files()
         for command, *expected in chosen:
             began = time.perf_counter()
             fault = (fault_of if len(expected) == 1 else fault_of_wrong)(command, *expected)
-            if fault:
-                print(f"{command}: {fault}", file=sys.stderr)
-                return 1
-            print(f"{time.perf_counter() - began:6.1f} s  {command}", flush=True)
-    return 0
+            faults += [f"{command}: {fault}"] if fault else []
+            print(f"{time.perf_counter() - began:6.1f} s  {command}{'  FAILED' if fault else ''}", flush=True)
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

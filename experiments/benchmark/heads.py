@@ -41,6 +41,7 @@ from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.drafters.blocks.drafter import BlockPath
+from hf_hyperdflash.drafters.parts.context import ContextColumns
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.hub.loading import check_target, load_tokenizer
 from hf_hyperdflash.targets.registry import target_of
@@ -218,7 +219,7 @@ def timed(target: PreTrainedModel, arguments: argparse.Namespace, **shape: Any) 
     # What has to be there before, and what is timed then.
     stages: dict[Any, Callable[[], Callable[[], Any]]] = {
         "verification": lambda: lambda: target(ids[:, : drafts + 1]),
-        "block": lambda: lambda: plain(embeds, at, context),
+        "block": lambda: lambda: plain(embeds, at, ContextColumns.of(plain, [context], config.block_size)),
         "LM head": lambda: lambda: plain.logits(target_of(target), embeds[:, :drafts]),
         "pass": lambda: partial(plain.draft, target_of(target), [request]),
     }

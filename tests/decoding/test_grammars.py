@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor, SuppressTokensLogitsProcessor
+from transformers import DynamicCache, SuppressTokensLogitsProcessor
 
 from hf_hyperdflash import AfterReasoning, GrammarProcessor, bind
 from hf_hyperdflash.decoding.stats import keep_trees
@@ -18,7 +18,7 @@ from ..conftest import mostly_nightly, prompt, tiny_drafter
 from ..fuzz_trees import padded_on_the_left
 from ..helpers import families
 from ..helpers.enumerated_draws import every_outcome
-from ..helpers.grammars import Spelling, Table, a_word, random_table
+from ..helpers.grammars import Masking, Spelling, Table, a_word, random_table
 from ..helpers.tree_drafters import RandomChains, RandomTrees
 from .test_drafting import of_eight, plain, small_qwen3, with_head
 from .test_requests import letters
@@ -38,21 +38,6 @@ def written(target, ids, grammar, new=24, **options):
 
 
 # The text is that of plain decoding
-
-
-class Masking(LogitsProcessor):
-    """The same grammar without any of our code: it runs through each text from its beginning."""
-
-    def __init__(self, table, start):
-        self.table, self.start = table, start
-
-    def __call__(self, input_ids, scores):
-        for row, ids in enumerate(input_ids[:, self.start :].tolist()):
-            state = self.table.fork()
-            for token in ids:
-                state.advance(token)
-            scores[row, ~state.allowed(scores.shape[1])] = -torch.inf
-        return scores
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -17,7 +17,7 @@ from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, renamed_cache
 from ..targets.caches.snapshots import Snapshot, can_crop, crop, forgets, restore, take_snapshot
 from ..targets.hooks import OPEN_FORWARDS
-from ..targets.registry import is_bound
+from ..targets.registry import is_bound, is_drafter
 from .bind import BoundTarget, bind
 from .request import CONTEXT, MEDIA, Pair, Request
 from .rounds import TokenBuffer
@@ -71,6 +71,11 @@ class Conversation:
     def __init__(self, target: PreTrainedModel, drafter: Drafter | None = None, max_copies: int = 4) -> None:
         if type(max_copies) is not int or max_copies < 0:
             raise ValueError(f"`max_copies` is {max_copies!r}, expected a whole number of at least 0.")
+        if drafter is not None and not is_drafter(drafter):
+            raise ValueError(
+                f"`drafter` is a {type(drafter).__name__}, expected a drafter: load it with "
+                "`hf_hyperdflash.load_drafter`, and pass the target first."
+            )
         if drafter is not None:
             drafter.bind(target)
         elif not is_bound(target):
@@ -306,7 +311,8 @@ def _checked(request: Request) -> torch.Tensor:
         CACHE: request.cache is not None,
         "use_cache": request.setting("use_cache") is False,
         "cache_implementation": implementation not in (None, "hybrid"),  # of which transformers makes None
-        "attention_mask": mask is not None and (mask.shape != ids.shape or not bool(mask.all())),
+        "attention_mask": mask is not None
+        and not (isinstance(mask, torch.Tensor) and mask.shape == ids.shape and bool(mask.all())),
         "assistant_model": request.assistant is not None and request.drafter is None,
         str(request.other_way): request.other_way is not None,
         **{name: value is not None for name, value in given.items() if name.startswith(of_other_inputs)},

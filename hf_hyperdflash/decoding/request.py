@@ -23,7 +23,7 @@ from ..drafters.adapters import BASE, check_adapter, using
 from ..drafters.base import AUTO, Drafter, Observer
 from ..drafters.sampling import DraftRequest, DraftSampler
 from ..drafters.without_weights.lookup import Lookup
-from ..grammars.processor import grammar_of
+from ..grammars.processor import grammars_in
 from ..targets.caches.name import CACHE
 from ..targets.caches.round_cache import layers_with_keys
 from ..targets.hooks import OPEN_FORWARDS
@@ -233,8 +233,7 @@ class Request:
         # Without a prompt, transformers starts one with the target's first token.
         self.rows = (texts if type(texts) is int else 1) * (1 if self.ids is None else len(self.ids))
         self.tree_budget: int | Literal["auto"] | None = self.setting("tree_budget")
-        processors = arguments.get("logits_processor") or ()
-        self._grammars = [grammar for each in processors if (grammar := grammar_of(each)) is not None]
+        self._grammars = grammars_in(arguments.get("logits_processor"))
         lookup = self.setting("lookup")
         self.lookup: bool | Lookup = False if lookup is None else lookup
         if self.drafter is not None:

@@ -232,6 +232,26 @@ class GrammarProcessor(LogitsProcessor):
         return cast(torch.FloatTensor, masked(places, scores))
 
 
+def grammars_in(processors: Any) -> list[GrammarProcessor]:
+    """Return those logits processors of a call, `None` for none, that may run on drafts.
+
+    Raises:
+        ValueError: If they are no list, or a grammar is among them instead of its processor.
+    """
+    if isinstance(processors, LogitsProcessor) or not isinstance(processors or (), Iterable):
+        raise ValueError(
+            f"`logits_processor` is a {type(processors).__name__}, expected a list: pass "
+            "`logits_processor=[GrammarProcessor(grammar)]`."
+        )
+    for each in processors or ():
+        if not callable(each):
+            raise ValueError(
+                f"`logits_processor` has a {type(each).__name__}, which is no logits processor: for a grammar pass "
+                "`[GrammarProcessor(grammar)]`."
+            )
+    return [grammar for each in processors or () if (grammar := grammar_of(each)) is not None]
+
+
 def grammar_of(processor: object) -> GrammarProcessor | None:
     """Return a logits processor as one that may run on drafts, if it is one: a [`GrammarProcessor`] itself, or
     xgrammar's own; `None` for any other.

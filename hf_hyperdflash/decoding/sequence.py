@@ -355,6 +355,11 @@ def load_context(cache: RewindableCache, pair: Pair) -> Context:
     return stored.context
 
 
+def tokens_read(drafter: Drafter, context: Any) -> int | None:
+    """Return how many of a prompt's last tokens a drafter reads the residual of; `None` for all."""
+    return getattr(context, "window", None) if drafter.reads_each_token else 1
+
+
 def note_gap(context: Any, start: int, end: int) -> None:
     """Let a context, which gets the tokens from `start` to `end`, know that those before are left out. Of more tokens
     than its window sees, the first ones are, too."""

@@ -251,7 +251,7 @@ _MEANINGS = {
     ),
     "position": (
         "In long texts a drafter that sees the last {window} tokens alone has {}: it was trained on shorter "
-        "ones. Set `sliding_window` to {window} in its `config.json`, or train it on with rows of your length "
+        "ones. Load it with `load_drafter(..., sliding_window={window})`, or train it on with rows of your length "
         "(`--max_length`)."
     ),
     "drafter dtype": (

@@ -326,7 +326,7 @@ def load_drafter(
         name, hub_kwargs = resolve_subfolder(name_or_path, hub_kwargs)
         found = check_drafter(name, **hub_kwargs)
     if sliding_window is not None:
-        _set_window(copy.deepcopy(found.config), sliding_window, found)  # before weights are loaded
+        set_window(copy.deepcopy(found.config), sliding_window, found.name)  # before weights are loaded
     if target is not None:
         head = cast(torch.Tensor, target.get_output_embeddings().weight)
         dtype, device = dtype or target.dtype, device or (None if head.is_meta else head.device)
@@ -341,19 +341,19 @@ def load_drafter(
                 found.name, dtype=dtype or "auto", device_map={"": device or "cpu"}, **found.hub_kwargs
             )
     if sliding_window is not None:
-        _set_window(drafter.config, sliding_window, found)
+        set_window(drafter.config, sliding_window, found.name)
     if target is not None:
         Pair.checked(target_of(target), drafter)
     return cast(SavedDrafter, drafter.to(device or "cpu"))
 
 
-def _set_window(config: Any, window: int, found: Found) -> None:
-    """Let all layers of a drafter see the last tokens alone."""
+def set_window(config: Any, window: int, name: str | Path) -> None:
+    """Let all layers of a drafter see the last tokens alone, or raise a `ValueError` where they can not."""
     kinds = {*config.kinds} if isinstance(config, HyperDFlashConfig) else set()
     if len(kinds) != 1:
         seen = "layers that were trained with a window and without" if kinds else "no layers that can have a window"
         raise ValueError(
-            f"`sliding_window` is {window!r}, but {found.name} has {seen}: leave it out, or load a drafter of blocks "
+            f"`sliding_window` is {window!r}, but {name} has {seen}: leave it out, or load a drafter of blocks "
             "whose layers are all alike."
         )
     if FULL in kinds and config.causal_layers == "sliding":

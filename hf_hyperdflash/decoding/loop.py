@@ -32,7 +32,7 @@ from ..trees.tree import DraftTree
 from .outputs import generate_output
 from .request import check_croppable, draft_by_adapter, is_static_attention_cache
 from .rounds import ChainRound, Choices, padded, round_over
-from .sequence import Sequence, store_context, tokens_read
+from .sequence import Sequence, store_context
 from .stats import merged_stats
 
 logger = logging.getLogger(__name__)
@@ -257,10 +257,8 @@ class Batch:
         config = copy.copy(self.sequences[0].config)
         # Not transformers' own chunks, which before 5.20 or so feed what is in the cache again.
         config.prefill_chunk_size = None
-        # All of it where an observer hears of every token, or where tokens may be no context.
-        is_whole = any(each.observer is not None or each.real is not None for each in self.sequences)
-        read = [tokens_read(self.drafter, each.context) for each in self.sequences]
-        self.capture.last = None if is_whole or None in read else max(cast("list[int]", read))
+        read = [each.tokens_read for each in self.sequences]
+        self.capture.last = None if None in read else max(cast("list[int]", read))
         for end in [*range(cached + chunk, width, chunk), width]:
             start = int(self.cache.get_seq_length())
             inputs = {**self.kwargs(), **prompts.inputs(start, end)}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_hyperdflash import Conversation, PromptLookupDrafter, bind
-from hf_hyperdflash.decoding import conversation, loop
+from hf_hyperdflash.decoding import conversation, sequence
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.base import Observer
 from hf_hyperdflash.targets.caches import round_cache
@@ -75,7 +75,7 @@ def test_of_a_prompt_no_more_is_held_than_a_drafter_reads(kind, way, monkeypatch
 
     text, drafts, (longest, _), held = given_of_prompts(drafter, generate)
     assert longest <= max(most, 5) and held <= rows * max(most, 5)
-    for module in (loop, conversation):
+    for module in (sequence, conversation):
         monkeypatch.setattr(module, "tokens_read", lambda *_: None)
     whole, same, (longest, _), _ = given_of_prompts(drafter, generate)
     assert torch.equal(text, whole) and drafts == same and longest >= 40

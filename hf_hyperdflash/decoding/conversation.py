@@ -21,7 +21,7 @@ from ..targets.registry import is_bound, is_drafter
 from .bind import BoundTarget, bind
 from .request import CONTEXT, MEDIA, Pair, Request
 from .rounds import TokenBuffer
-from .sequence import StoredContext, load_context, note_gap, store_context
+from .sequence import StoredContext, load_context, note_gap, store_context, tokens_read
 
 # Tokens before a prompt's end at which a cache that forgets is copied. The next prompt often has the text up to here,
 # and then something else: a template writes an earlier answer without its reasoning, or without the marks by which a
@@ -261,6 +261,7 @@ class Conversation:
         if start:  # by which transformers knows that the ids are all of the text
             inputs["attention_mask"] = torch.ones_like(ids[:, :end])
         capture = binding.residual.new_capture([] if pair is None else pair.facts.layer_ids)
+        capture.last = None if pair is None else tokens_read(pair.drafter, context)
         with binding.capturing_forward(capture):
             model._prefill(ids[:, :end], config, inputs)
         if pair is None:

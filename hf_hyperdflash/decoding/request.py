@@ -561,7 +561,7 @@ def checked_processors(processors: Any) -> list[Any]:
             given = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
             raise ValueError(
                 f"`logits_processor[{number}]` is {given}, expected a processor: pass a grammar as "
-                "`GrammarProcessor(grammar)`."
+                "`[GrammarProcessor(grammar)]`."
             )
     return list(processors or ())
 

@@ -54,9 +54,11 @@ def state_of(grammar: Any) -> GrammarState:
         return MatcherState(partial(XGrammarMatcher, grammar))
     if known in (("llguidance", "LLMatcher"), ("builtins", "LLMatcher")):  # whose class does not say its module
         return MatcherState(partial(LLGuidanceMatcher, grammar))
+    name = known[1] if known[0] == "builtins" else ".".join(known)
     raise ValueError(
-        f"A grammar is a {'.'.join(known)}, expected an xgrammar.CompiledGrammar, an llguidance.LLMatcher, an "
-        "outlines_core.Index, or an object with the methods `allowed`, `advance` and `fork`."
+        f"A grammar is a {name}, expected an xgrammar.CompiledGrammar, an llguidance.LLMatcher, an "
+        "outlines_core.Index, or an object with the methods `allowed`, `advance` and `fork`: compile a schema or a "
+        "pattern with one of these libraries first."
     )
 
 

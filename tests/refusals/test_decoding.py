@@ -162,7 +162,7 @@ BEFORE = {
     "a conversation of two texts": Refusal(talked(rows=2), ("[2, 9]", "[1, tokens]", "`Conversation` for each")),
     "of several answers": Refusal(talked(num_return_sequences=3, do_sample=True), ("[1, 9]", "3 texts")),
     "of nothing": Refusal(talked(length=0), ("[1, 0]", "[1, tokens]")),
-    "of no tensor": Refusal(talked(inputs=[[1, 2]]), ("no tensor", "[1, tokens]")),
+    "of no tensor": Refusal(talked(inputs=[[1, 2]]), ("a list", "no tensor", "[1, tokens]", "apply_chat_template")),
     "of a list as mask": Refusal(talked(attention_mask=[[1] * 9]), ("`attention_mask`", "a list", "Leave it out")),
     "of padding": Refusal(talked(attention_mask=torch.arange(9)[None].clamp(max=1)), ("`attention_mask`", "padding")),
     "of a longer mask": Refusal(talked(attention_mask=ones(1, 12)), ("`attention_mask`", "Leave it out")),
@@ -177,11 +177,11 @@ BEFORE = {
     "of no drafts": Refusal(talked(assistant_model=drafter_of(families.qwen3), num_assistant_tokens=0), ("0", WHOLE)),
     **{f"of {copies!r} copies": Refusal(functools.partial(Conversation, bound(families.qwen3), max_copies=copies),
                                         (f"`max_copies` is {copies!r}", WHOLE)) for copies in (-1, 2.0, None)},
-    **{f"with {each!r} as drafter": Refusal(lambda each=each: Conversation(bound(families.qwen3), each),
-                                            (f"`drafter` is a {type(each).__name__}", "load_drafter"))
-       for each in ("a/drafter", torch.nn.Linear(1, 1))},
     "with another's drafter": Refusal(lambda: Conversation(bound(families.qwen3), tiny_drafter(tiny_target())),
                                       ("hidden_size",)),
+    "with a drafter's name": Refusal(lambda: Conversation(bound(families.qwen3), "org/one"),
+                                     ("'org/one'", "load_drafter")),
+    "with two targets": Refusal(lambda: Conversation(*[bound(families.qwen3)] * 2), ("Qwen3ForCausalLM", "a drafter")),
 }  # fmt: skip
 
 

@@ -92,9 +92,14 @@ REFUSED = {
                              ("4 grammars for 2 prompts",)),
     "without a drafter": Refusal(call([TABLE, TABLE], 4, assistant_model=None), ("2 grammars for 4 prompts",)),
     "written one by one": Refusal(call([TABLE, TABLE], 4, V4), ("2 grammars for 4 prompts",)),
+    "a processor alone": Refusal(asked(logits_processor=GrammarProcessor(TABLE)), ("a GrammarProcessor", "a list")),
+    **{f"{type(each).__name__} alone, {plain}": Refusal(
+        asked(logits_processor=[each], **({"assistant_model": None} if plain else {})),
+        (type(each).__name__, "[GrammarProcessor(grammar)]"))
+       for each in (TABLE, AfterReasoning(TABLE, 5)) for plain in (False, True)},
     "no grammar": Refusal(lambda: GrammarProcessor([]), ("empty list", "one for all")),
     "a schema": Refusal(lambda: GrammarProcessor({"type": "object"}), ("dict", "CompiledGrammar", "LLMatcher",
-                                                                        "Index", "`allowed`")),
+                                                                        "Index", "`allowed`", "compile")),
     "another vocabulary": Refusal(call(Narrow([{}])), ("Narrow", "[50]", "[64]")),
     "scores": Refusal(call(Scores([{}])), ("Scores", "torch.float32 [64]", "torch.bool [64]")),
     "another vocabulary behind": Refusal(call(AfterReasoning(Narrow([{}]), 5)), ("Narrow", "[50]", "[64]")),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import DynamicCache, SuppressTokensLogitsProcessor
 from hf_hyperdflash import AfterReasoning, GrammarProcessor, bind
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.grammars.processor import SPELLED, Place
+from hf_hyperdflash.grammars.states import Matcher, MatcherState
 from hf_hyperdflash.targets.caches.name import CACHE
 
 from ..conftest import mostly_nightly, prompt, tiny_drafter
@@ -335,6 +338,38 @@ def test_texts_that_begin_alike_have_places_of_their_own():
     processor, ids = GrammarProcessor(random_table(1)), torch.tensor([5, 6])
     one, other = (processor.begin(ids, row, 2, 64) for row in range(2))
     assert one.place is not other.place and one.place.state is not other.place.state
+
+
+class Slow(Matcher):
+    """Lets another thread run between going to a path and asking there."""
+
+    def __init__(self):
+        super().__init__(self)
+        self.path = []
+
+    def has_ended(self):
+        return False
+
+    def take(self, token):
+        self.path.append(token)
+        return True
+
+    def rollback(self, count):
+        del self.path[-count:]
+
+    def allowed(self, vocab_size):
+        time.sleep(0.02)
+        return torch.arange(vocab_size) == self.path[-1]
+
+
+def test_threads_that_go_on_with_one_text_do_not_move_each_others_matcher():
+    text = MatcherState(Slow).fork()
+    states = [text.fork() for _ in range(4)]
+    for token, state in enumerate(states):
+        state.advance(token)
+    with ThreadPoolExecutor(4) as pool:
+        masks = list(pool.map(lambda state: state.allowed(64), states))
+    assert [mask.nonzero().tolist() for mask in masks] == [[[token]] for token in range(4)]
 
 
 def test_a_grammar_without_a_way_on_is_named():

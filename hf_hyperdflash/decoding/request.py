@@ -233,7 +233,8 @@ class Request:
         # Without a prompt, transformers starts one with the target's first token.
         self.rows = (texts if type(texts) is int else 1) * (1 if self.ids is None else len(self.ids))
         self.tree_budget: int | Literal["auto"] | None = self.setting("tree_budget")
-        self._grammars = grammars_in(arguments.get("logits_processor"))
+        processors = arguments.get("logits_processor")
+        self._grammars = grammars_in(processors) if processors else []
         lookup = self.setting("lookup")
         self.lookup: bool | Lookup = False if lookup is None else lookup
         if self.drafter is not None:

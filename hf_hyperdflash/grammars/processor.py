@@ -250,23 +250,23 @@ class GrammarProcessor(LogitsProcessor):
 
 
 def grammars_in(processors: Any) -> list[GrammarProcessor]:
-    """Return those logits processors of a call, `None` for none, that may run on drafts.
+    """Return those logits processors of a call that may run on drafts.
 
     Raises:
         ValueError: If they are no list, or a grammar is among them instead of its processor.
     """
-    if isinstance(processors, LogitsProcessor) or not isinstance(processors or (), Iterable):
+    if not isinstance(processors, Iterable):
         raise ValueError(
             f"`logits_processor` is a {type(processors).__name__}, expected a list: pass "
             "`logits_processor=[GrammarProcessor(grammar)]`."
         )
-    for each in processors or ():
+    for each in processors:
         if not callable(each):
             raise ValueError(
                 f"`logits_processor` has a {type(each).__name__}, which is no logits processor: for a grammar pass "
                 "`[GrammarProcessor(grammar)]`."
             )
-    return [grammar for each in processors or () if (grammar := grammar_of(each)) is not None]
+    return [grammar for each in processors if (grammar := grammar_of(each)) is not None]
 
 
 def grammar_of(processor: object) -> GrammarProcessor | None:

@@ -21,7 +21,7 @@ from ..targets.registry import is_bound, is_drafter
 from .bind import BoundTarget, bind
 from .request import CONTEXT, MEDIA, Pair, Request
 from .rounds import TokenBuffer
-from .sequence import StoredContext, load_context, note_gap, store_context
+from .sequence import StoredContext, load_context, note_gap, store_context, tokens_read
 
 # Tokens before a prompt's end at which a cache that forgets is copied. The next prompt often has the text up to here,
 # and then something else: a template writes an earlier answer without its reasoning, or without the marks by which a
@@ -261,6 +261,7 @@ class Conversation:
         if start:  # by which transformers knows that the ids are all of the text
             inputs["attention_mask"] = torch.ones_like(ids[:, :end])
         capture = binding.residual.new_capture([] if pair is None else pair.facts.layer_ids)
+        capture.last = None if pair is None else tokens_read(pair.drafter, context)
         with binding.capturing_forward(capture):
             model._prefill(ids[:, :end], config, inputs)
         if pair is None:
@@ -317,7 +318,8 @@ def _checked(request: Request) -> torch.Tensor:
         CACHE: request.cache is not None,
         "use_cache": request.setting("use_cache") is False,
         "cache_implementation": implementation not in (None, "hybrid"),  # of which transformers makes None
-        "attention_mask": mask is not None and (mask.shape != ids.shape or not bool(mask.all())),
+        "attention_mask": mask is not None
+        and not (isinstance(mask, torch.Tensor) and mask.shape == ids.shape and bool(mask.all())),
         "assistant_model": request.assistant is not None and request.drafter is None,
         str(request.other_way): request.other_way is not None,
         **{name: value is not None for name, value in given.items() if name.startswith(of_other_inputs)},

@@ -419,7 +419,9 @@ class Batch:
         return shared
 
     def end(self) -> None:
-        """Leave the cache as transformers' own loop would."""
+        """Leave the cache as transformers' own loop would. After an error the caller may go on with one of his own."""
+        for sequence in self.sequences if self.request.cache is not None else ():
+            sequence.complete_context()
         if self.round_forward is not None:
             self.round_forward.cache.give_back()
         stop_recording(self.cache)

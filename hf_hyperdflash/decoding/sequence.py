@@ -196,6 +196,13 @@ class Sequence:
         elif len(self.residuals) >= 2 * _CATCH_UP:
             del self.residuals[:_CATCH_UP]
 
+    def complete_context(self) -> None:
+        """Give the drafter what it was not in need of so far, of a text that has not ended: its context is no good for
+        the next turn unless it is as long as the cache."""
+        end = self.tokens.end - 1
+        if self.residuals and self.context.end + sum(part.shape[1] for part in self.residuals) == end:
+            self.extend(end)
+
     # Accept
 
     def accept(

@@ -6,6 +6,7 @@ None of the libraries is imported before one of its objects is passed.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -43,7 +44,8 @@ def state_of(grammar: Any) -> GrammarState:
     Raises:
         ValueError: If it is no grammar, or has failed or ended already.
     """
-    if all(callable(getattr(grammar, method, None)) for method in ("allowed", "advance", "fork")):
+    is_state = all(callable(getattr(grammar, method, None)) for method in ("allowed", "advance", "fork"))
+    if is_state and not isinstance(grammar, type):
         return cast(GrammarState, grammar)
     known = type(grammar).__module__.partition(".")[0], type(grammar).__name__
     if known == ("outlines_core", "Index"):
@@ -52,9 +54,11 @@ def state_of(grammar: Any) -> GrammarState:
         return MatcherState(partial(XGrammarMatcher, grammar))
     if known in (("llguidance", "LLMatcher"), ("builtins", "LLMatcher")):  # whose class does not say its module
         return MatcherState(partial(LLGuidanceMatcher, grammar))
+    name = known[1] if known[0] == "builtins" else ".".join(known)
     raise ValueError(
-        f"A grammar is a {'.'.join(known)}, expected an xgrammar.CompiledGrammar, an llguidance.LLMatcher, an "
-        "outlines_core.Index, or an object with the methods `allowed`, `advance` and `fork`."
+        f"A grammar is a {name}, expected an xgrammar.CompiledGrammar, an llguidance.LLMatcher, an "
+        "outlines_core.Index, or an object with the methods `allowed`, `advance` and `fork`: compile a schema or a "
+        "pattern with one of these libraries first."
     )
 
 
@@ -64,13 +68,25 @@ def checked_mask(state: GrammarState, vocab_size: int) -> torch.Tensor | None:
     Raises:
         ValueError: If that is no mask of the target's vocabulary.
     """
-    allowed = state.allowed(vocab_size)
-    if allowed is not None and (allowed.dtype != torch.bool or allowed.shape != (vocab_size,)):
+    allowed: Any = state.allowed(vocab_size)
+    is_tensor = isinstance(allowed, torch.Tensor)
+    if allowed is not None and not (is_tensor and allowed.dtype == torch.bool and allowed.shape == (vocab_size,)):
+        given = f"{allowed.dtype} {list(allowed.shape)}" if is_tensor else f"the type {type(allowed).__name__}"
         raise ValueError(
-            f"A {type(state).__name__} allows tokens by a mask of {allowed.dtype} {list(allowed.shape)}, expected "
-            f"torch.bool [{vocab_size}], one for each token of the target."
+            f"A {type(state).__name__} allows tokens by a mask of {given}, expected torch.bool [{vocab_size}], one "
+            "for each token of the target, or None for all."
         )
-    return allowed
+    return cast("torch.Tensor | None", allowed)
+
+
+def check_beginning(state: GrammarState, vocab_size: int) -> None:
+    """Raise a `ValueError` if a text cannot begin in a state: if that has no mask, or allows nothing."""
+    allowed = checked_mask(state, vocab_size)
+    if allowed is not None and not bool(allowed.any()):
+        raise ValueError(
+            f"A {type(state).__name__} allows no token to begin with, expected at least one of the target's "
+            f"{vocab_size}: compile the grammar with the target's own tokenizer."
+        )
 
 
 def grammars_of(processor: object) -> list[Any] | None:
@@ -105,14 +121,16 @@ class IndexState:
 
     def allowed(self, vocab_size: int) -> torch.Tensor:
         key = self.state, vocab_size
-        if key not in self._masks:
+        mask = self._masks.get(key)
+        if mask is None:  # another thread may keep one, too, or drop it
             tokens = self.index.get_allowed_tokens(self.state) or []
             check_vocabulary("an outlines_core.Index", 1 + max(tokens, default=0), vocab_size, has_fewer=True)
-            while len(self._masks) >= _KEPT_MASKS:
-                self._masks.pop(next(iter(self._masks)))
-            self._masks[key] = torch.zeros(vocab_size, dtype=torch.bool)
-            self._masks[key][torch.tensor(tokens, dtype=torch.long)] = True
-        return self._masks[key]
+            for oldest in list(self._masks)[: max(0, len(self._masks) + 1 - _KEPT_MASKS)]:
+                self._masks.pop(oldest, None)
+            mask = torch.zeros(vocab_size, dtype=torch.bool)
+            mask[torch.tensor(tokens, dtype=torch.long)] = True
+            self._masks[key] = mask
+        return mask
 
     def advance(self, token: int) -> None:
         following = self.index.get_next_state(self.state, token)
@@ -180,16 +198,18 @@ class MatcherState:
 
     def allowed(self, vocab_size: int) -> torch.Tensor:
         matcher = cast(Matcher, self._matcher)
-        matcher.go_to(self._step)
-        return matcher.allowed(vocab_size)
+        with matcher.lock:
+            matcher.go_to(self._step)
+            return matcher.allowed(vocab_size)
 
     def advance(self, token: int) -> None:
         self._step = Step(self._step, token)
 
     def likely(self) -> list[int]:
         matcher = cast(Matcher, self._matcher)
-        matcher.go_to(self._step)
-        return [] if matcher.has_ended() else matcher.likely()
+        with matcher.lock:
+            matcher.go_to(self._step)
+            return [] if matcher.has_ended() else matcher.likely()
 
     def fork(self) -> MatcherState:
         own = copy.copy(self)
@@ -198,10 +218,14 @@ class MatcherState:
 
 
 class Matcher:
-    """A library's matcher of one text. It goes from one path to another, and rolls back what they do not share."""
+    """A library's matcher of one text. It goes from one path to another, and rolls back what they do not share.
+
+    Attributes:
+        lock: Of who goes to a path and asks there: several threads may go on with one text.
+    """
 
     def __init__(self, matcher: Any) -> None:
-        self.matcher = matcher
+        self.matcher, self.lock = matcher, threading.Lock()
         self._steps: list[Step] = []  # where it is
         self._are_taken: list[bool] = []  # the end may be repeated, but is taken once
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from hf_hyperdflash import Conversation, PromptLookupDrafter, bind, unbind
+from hf_hyperdflash import Conversation, Lookup, PromptLookupDrafter, bind, unbind
 from hf_hyperdflash.decoding import conversation as module
 from hf_hyperdflash.decoding.request import CONTEXT
 
@@ -250,6 +250,23 @@ def test_after_an_error_of_the_caller_the_conversation_goes_on(family, is_drafte
             conversation.generate(text, do_sample=False, max_new_tokens=9, streamer=StopsAt(count, error))
         assert asked(conversation, text) >= (text.shape[1] - 17 if count else 99)
         assert asked(conversation, with_turn(text, 3)) >= text.shape[1] - 17
+
+
+@pytest.mark.parametrize("family", [families.qwen3, families.gemma3, families.qwen3_next, families.deepseek_v4])
+def test_after_an_error_among_copies_the_drafter_knows_the_text(family):
+    """In rounds of copies alone it is given nothing; the next turn needs all."""
+    conversation, text = filled(family, tiny_drafter)
+    text = with_turn(text)
+    expected = type(conversation.target).generate(
+        conversation.target, text, attention_mask=ones(text), do_sample=False, max_new_tokens=40
+    )
+    options = dict(do_sample=False, max_new_tokens=40, lookup=Lookup(documents=[expected[0]]))
+    for count in (4, 9, 20):
+        with pytest.raises(ConnectionError):
+            conversation.generate(text, streamer=StopsAt(count, ConnectionError()), **options)
+        assert getattr(conversation._cache, CONTEXT).context.end == conversation._length == text.shape[1] + count - 1
+        assert torch.equal(conversation.generate(text, **options), expected)
+        assert conversation.cached_tokens >= text.shape[1] - 17 and conversation.drafter.last_stats.known_accepted
 
 
 @pytest.mark.parametrize("family", [families.qwen3, families.gemma3, families.qwen3_next, families.deepseek_v4])

@@ -325,6 +325,39 @@ def test_what_is_kept_of_texts_does_not_grow():
     assert sum(isinstance(each, Place) for each in gc.get_objects()) < 300
 
 
+def test_a_prompt_is_another_one_where_the_grammar_does_not_allow_its_last_token():
+    """As one that is an earlier prompt, or what was written after it, and one token more."""
+    target, ids, table = target_of(), prompt(9), random_table(1)
+    drafter = RandomChains(target, [], depth=9)
+    for assistant in (None, drafter):
+        processor = GrammarProcessor(table)
+        options = dict(logits_processor=[processor], assistant_model=assistant, max_new_tokens=9, **GREEDILY)
+        text = target.generate(ids, **options)
+        for before in (ids, text):
+            state = table.fork()
+            for token in before[0, 9:].tolist():
+                state.advance(token)
+            wrong = next(token for token in range(2, 64) if token not in table.moves[state.state])
+            longer = torch.cat([before, torch.tensor([[wrong]])], 1)
+            expected = target.generate(
+                longer, logits_processor=[Masking(table, longer.shape[1])], max_new_tokens=9, **GREEDILY
+            )
+            assert torch.equal(target.generate(longer, **options), expected)
+
+
+def test_texts_that_begin_alike_have_places_of_their_own():
+    """Else a library's matcher would go from one to the other and back with each token."""
+    processor, ids = GrammarProcessor(random_table(1)), torch.tensor([5, 6])
+    one, other = (processor.begin(ids, row, 2, 64) for row in range(2))
+    assert one.place is not other.place and one.place.state is not other.place.state
+
+
+def test_a_grammar_without_a_way_on_is_named():
+    target, ids = target_of(), prompt(9)
+    with pytest.raises(ValueError, match=r"allows no token behind the token 21, .*`eos_token_id`"):
+        written(target, ids, Table([{20: 1}, {21: 2}, {}]), assistant_model=RandomChains(target, []))
+
+
 # Others beside it
 
 

@@ -215,7 +215,8 @@ def main() -> None:
                 measure(results[length], ids, target, drafter, arguments)
                 save(results, arguments)
                 print(f"{length:,} tokens, prompt {number + 1}: {time.perf_counter() - began:.0f} s", flush=True)
-    print(table(list(results.values())))
+    save(results, arguments)  # also where every prompt was known
+    print(table([results[length] for length in sorted(results)]))
 
 
 def save(results: dict[int, dict[str, Any]], arguments: argparse.Namespace) -> None:

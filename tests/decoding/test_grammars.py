@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, LogitsProcessor, SuppressTokensLogitsProcessor
+from transformers import DynamicCache, SuppressTokensLogitsProcessor
 
 from hf_hyperdflash import AfterReasoning, GrammarProcessor, bind
 from hf_hyperdflash.decoding.stats import keep_trees

@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import DynamicCache, SuppressTokensLogitsProcessor
 
 from hf_hyperdflash import AfterReasoning, GrammarProcessor, bind
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.grammars.processor import SPELLED, Place
-from hf_hyperdflash.grammars.states import Matcher, MatcherState
+from hf_hyperdflash.grammars.states import Matcher, MatcherState, Step
 from hf_hyperdflash.targets.caches.name import CACHE
 
 from ..conftest import mostly_nightly, prompt, tiny_drafter
@@ -245,6 +247,44 @@ def test_what_must_follow_is_known():
     behind.accept(30)
     behind.accept(31)
     assert behind.likely_tokens(9, [1]) == [(7, 1.0), (8, 1.0), (21, SPELLED)]
+
+
+# A library's matcher
+
+
+class Walker(Matcher):
+    """Its text is all that it knows, and a 1 ends it."""
+
+    def __init__(self):
+        super().__init__(self)
+        self.text, self.takes = [], 0
+
+    def rollback(self, count):
+        assert 0 < count <= len(self.text)
+        del self.text[-count:]
+
+    def has_ended(self):
+        return self.text[-1:] == [1]
+
+    def take(self, token):
+        self.text.append(token)
+        self.takes += 1
+        return True
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 3)), max_size=30), st.randoms(use_true_random=False))
+def test_a_matcher_takes_only_what_its_path_does_not_share_with_the_next(grown, chance):
+    """Of any two, and what follows an end never."""
+    steps, matcher = {(): None}, Walker()
+    for parent, token in grown:
+        path = sorted(steps)[parent % len(steps)]
+        steps.setdefault((*path, token), Step(steps[path], token))
+    for path in chance.choices(sorted(steps), k=20):
+        text, before, takes = [*path][: [*path, 1].index(1) + 1], matcher.text[:], matcher.takes
+        shared = next((k for k, (one, other) in enumerate(zip(text, before)) if one != other), len(before))
+        matcher.go_to(steps[path])
+        assert matcher.text == text and matcher.takes - takes == max(0, len(text) - shared)
 
 
 # Calls after calls

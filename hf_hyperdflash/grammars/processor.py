@@ -158,15 +158,15 @@ class TextGrammar(LogitsProcessor):
         return count
 
     def place_of(self, ids: torch.Tensor) -> Place | None:
-        """Return where `ids`, `[seq]`, end in the grammar if they are this text, or it and one more token."""
+        """Return where `ids`, `[seq]`, end in the grammar if they are this text. Of one that has heard of no token, as
+        in a step of plain decoding, they are it and one more token: texts that begin alike share no matcher, which
+        would go from one to the other and back."""
         count = len(self.ids)
-        end = count + len(self.written)
-        # Not its prompt: texts that begin alike would share a matcher, which would go from one to the other and back.
-        if len(ids) not in (end, end + 1) or len(ids) == count or ids[count:end].tolist() != self.written:
+        if len(ids) != count + max(1, len(self.written)) or not torch.equal(ids[:count], self.ids):
             return None
-        if not torch.equal(ids[:count], self.ids):
-            return None
-        return self.place if len(ids) == end else self.place.after(int(ids[-1]))
+        if not self.written:
+            return self.place.after(int(ids[-1]))
+        return self.place if ids[count:].tolist() == self.written else None
 
     def _place_after(self, path: Iterable[int]) -> Place:
         place = self.place

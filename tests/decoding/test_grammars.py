@@ -373,6 +373,20 @@ def test_a_prompt_is_another_one_where_the_grammar_does_not_allow_its_last_token
             assert torch.equal(target.generate(longer, **options), expected)
 
 
+def test_a_prompt_with_one_token_more_than_was_written_is_another_one():
+    """Also where the grammar allows that token: with a drafter it is known what was written."""
+    target, ids, table = target_of(), prompt(9), random_table(1)
+    processor = GrammarProcessor(table)
+    options = dict(assistant_model=RandomChains(target, [], depth=9), max_new_tokens=9, **GREEDILY)
+    text = target.generate(ids, logits_processor=[processor], **options)
+    state = table.fork()
+    for token in text[0, 9:].tolist():
+        state.advance(token)
+    longer = torch.cat([text, torch.tensor([list(table.moves[state.state])[:1]])], 1)
+    expected = written(target, longer, table, 9)
+    assert torch.equal(target.generate(longer, logits_processor=[processor], **options), expected)
+
+
 def test_texts_that_begin_alike_have_places_of_their_own():
     """Else a library's matcher would go from one to the other and back with each token."""
     processor, ids = GrammarProcessor(random_table(1)), torch.tensor([5, 6])

@@ -297,8 +297,7 @@ def test_another_drafter_or_none_may_draft_each_turn():
     for drafter in (None, PromptLookupDrafter(conversation.target), one, one, None, one, other):
         text = with_turn(conversation.generate(text, do_sample=False, max_new_tokens=5, assistant_model=drafter))
         found.append(conversation.cached_tokens)
-    assert found[:2] == [99, 104 + 30 - 1 - 0] or found[1] > 100
-    assert found[2] == 0 < found[3] and found[4] > found[3] > 0 and 0 < found[5] < found[4] + 35 and found[6] == 0
+    assert found == [99, 104, 0, 194, 239, 239, 0]  # the sixth goes back to where that drafter has read
 
 
 def test_one_call_at_a_time():

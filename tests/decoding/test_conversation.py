@@ -211,7 +211,7 @@ def test_copies_are_few_spread_and_of_their_own_memory():
     none, text = filled(families.qwen3_next, max_copies=0)
     assert asked(none, with_turn(text)) == 99 and asked(none, text) == 0 and not none._kept
     none.reset()
-    assert none.length == 0 and none._cache is None
+    assert none.length == none.cached_tokens == 0 and none._cache is None
 
 
 def test_a_copy_of_a_long_text_is_no_larger_than_that_of_a_short_one():

@@ -9,7 +9,7 @@ agents need is added:
 
 - A few conversations keep their caches: a request names none, so it goes on with the one whose text its prompt begins
   with.
-- Copies of what earlier requests read and wrote are drafted, too.
+- Copies of what earlier requests read and wrote are drafted, too: of a million tokens, which take some 350 MB.
 - An answer has the format that `response_format` of a chat, or `text.format` of a response, asks for: JSON of any kind
   or by a schema. A target that reasons needs `--reasoning-end "</think>"` for that.
 

@@ -368,7 +368,7 @@ def load_context(cache: RewindableCache, pair: Pair) -> Context:
     return stored.context
 
 
-def tokens_read(drafter: Drafter, context: Any) -> int | None:
+def tokens_read(drafter: Drafter, context: Context) -> int | None:
     """Return how many of a prompt's last tokens a drafter reads the residual of; `None` for all."""
     return getattr(context, "window", None) if drafter.reads_each_token else 1
 

@@ -17,15 +17,15 @@ from transformers import LogitsProcessor
 
 from .states import GrammarState, check_beginning, checked_mask, grammars_of, state_of
 
-SPELLED = 0.95  # how often a target spells what must come next as a library does
-_REMEMBERED = 128  # texts of the last calls, which the next one may go on with
+SPELLED = 0.95  # how probably a target spells what must come next with the tokens that a library names
+_REMEMBERED = 128  # texts of earlier calls: the prompt of the next one may be what one of them wrote
 
 
 class Place:
-    """Where a text, or a path of drafts after it, is in its grammar. What was asked for once is kept.
+    """Where a text, or a path of drafts after it, is in its grammar. Masks and the places behind it are made once.
 
     Args:
-        state: There; `None` behind a token that the grammar does not allow.
+        state: The grammar's; `None` behind a token that the grammar does not allow.
         vocab_size: The target's.
     """
 
@@ -179,11 +179,28 @@ class GrammarProcessor(LogitsProcessor):
     """A logits processor that lets a target write what a grammar allows, with a drafter and without.
 
     ```python
-    target.generate(**inputs, assistant_model=drafter, logits_processor=[GrammarProcessor(compiled_grammar)])
+    target.generate(**inputs, assistant_model=drafter, logits_processor=[GrammarProcessor(grammar)])
     ```
 
     Drafts follow the grammar, too. Text and distribution are those of plain decoding with the same processor. It may
     be used for any number of calls: each begins the grammar anew, unless its prompt is what an earlier one wrote.
+
+    The grammar of a JSON schema, by each library. Without spare whitespace there is less to write, and a small target
+    cannot write whitespace for ever:
+
+    ```python
+    size = target.config.vocab_size  # with the padding that some targets have behind the tokenizer's tokens
+
+    tokens = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
+    grammar = xgrammar.GrammarCompiler(tokens).compile_json_schema(schema, any_whitespace=False)
+
+    tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size)
+    compact = {**schema, "x-guidance": {"whitespace_flexible": False}}
+    grammar = llguidance.LLMatcher(tokens, llguidance.LLMatcher.grammar_from_json_schema(compact))
+
+    pattern = outlines_core.json_schema.build_regex_from_schema(json.dumps(schema), whitespace_pattern="")
+    grammar = outlines_core.Index(pattern, outlines_core.Vocabulary.from_pretrained("the target's name on the Hub"))
+    ```
 
     Args:
         grammar: An xgrammar `CompiledGrammar`, an llguidance `LLMatcher`, an outlines-core `Index`, an

@@ -22,8 +22,9 @@ class AfterReasoning:
     Args:
         grammar: Of what follows, as for a [`~grammars.processor.GrammarProcessor`]; `None` for any text.
         end: What ends the reasoning: a token's id, several that follow each other, or a text, which is found however
-            the target spells it.
-        tokenizer: Of the target, for a text.
+            the target spells it. It is looked for in what the target writes, not in the prompt: where the template
+            has written it there, pass the grammar alone.
+        tokenizer: The target's, if `end` is a text.
         budget: How many tokens of reasoning there may be: then those of `end` follow. `None` for any number.
 
     Raises:

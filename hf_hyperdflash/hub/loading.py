@@ -347,10 +347,10 @@ def load_drafter(
     return cast(SavedDrafter, drafter.to(device or "cpu"))
 
 
-def set_window(config: Any, window: int, name: str | Path) -> None:
-    """Let all layers of a drafter see the last tokens alone, or raise a `ValueError` where they can not."""
+def set_window(config: PreTrainedConfig | None, window: int, name: str | Path) -> None:
+    """Let all layers of a drafter see the last tokens alone, or raise a `ValueError` where they cannot."""
     kinds = {*config.kinds} if isinstance(config, HyperDFlashConfig) else set()
-    if len(kinds) != 1:
+    if not isinstance(config, HyperDFlashConfig) or len(kinds) != 1:
         seen = "layers that were trained with a window and without" if kinds else "no layers that can have a window"
         raise ValueError(
             f"`sliding_window` is {window!r}, but {name} has {seen}: leave it out, or load a drafter of blocks "

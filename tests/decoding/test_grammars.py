@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, LogitsProcessor, SuppressTokensLogitsProcessor
+from transformers import DynamicCache, SuppressTokensLogitsProcessor
 
 from hf_hyperdflash import AfterReasoning, GrammarProcessor, bind
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.grammars.processor import SPELLED, Place
-from hf_hyperdflash.grammars.states import Matcher, Step
+from hf_hyperdflash.grammars.states import Matcher, MatcherState, Step
 from hf_hyperdflash.targets.caches.name import CACHE
 
 from ..conftest import mostly_nightly, prompt, tiny_drafter
 from ..fuzz_trees import padded_on_the_left
 from ..helpers import families
 from ..helpers.enumerated_draws import every_outcome
-from ..helpers.grammars import Spelling, Table, a_word, random_table
+from ..helpers.grammars import Masking, Spelling, Table, a_word, random_table
 from ..helpers.tree_drafters import RandomChains, RandomTrees
 from .test_drafting import of_eight, plain, small_qwen3, with_head
 from .test_requests import letters
@@ -41,21 +43,6 @@ def written(target, ids, grammar, new=24, **options):
 
 
 # The text is that of plain decoding
-
-
-class Masking(LogitsProcessor):
-    """The same grammar without any of our code: it runs through each text from its beginning."""
-
-    def __init__(self, table, start):
-        self.table, self.start = table, start
-
-    def __call__(self, input_ids, scores):
-        for row, ids in enumerate(input_ids[:, self.start :].tolist()):
-            state = self.table.fork()
-            for token in ids:
-                state.advance(token)
-            scores[row, ~state.allowed(scores.shape[1])] = -torch.inf
-        return scores
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -391,6 +378,38 @@ def test_texts_that_begin_alike_have_places_of_their_own():
     processor, ids = GrammarProcessor(random_table(1)), torch.tensor([5, 6])
     one, other = (processor.begin(ids, row, 2, 64) for row in range(2))
     assert one.place is not other.place and one.place.state is not other.place.state
+
+
+class Slow(Matcher):
+    """Lets another thread run between going to a path and asking there."""
+
+    def __init__(self):
+        super().__init__(self)
+        self.path = []
+
+    def has_ended(self):
+        return False
+
+    def take(self, token):
+        self.path.append(token)
+        return True
+
+    def rollback(self, count):
+        del self.path[-count:]
+
+    def allowed(self, vocab_size):
+        time.sleep(0.02)
+        return torch.arange(vocab_size) == self.path[-1]
+
+
+def test_threads_that_go_on_with_one_text_do_not_move_each_others_matcher():
+    text = MatcherState(Slow).fork()
+    states = [text.fork() for _ in range(4)]
+    for token, state in enumerate(states):
+        state.advance(token)
+    with ThreadPoolExecutor(4) as pool:
+        masks = list(pool.map(lambda state: state.allowed(64), states))
+    assert [mask.nonzero().tolist() for mask in masks] == [[[token]] for token in range(4)]
 
 
 def test_a_grammar_without_a_way_on_is_named():

@@ -99,7 +99,7 @@ def run_round(batch: Batch) -> None:
     limits = [min(sequence.draft_limit(), free_columns) for sequence in sequences]
     max_drafts = policy.begin(max(lengths), limits)
     counts = [min(limit, max_drafts) for limit in limits]
-    paths, counts = batch.known_paths(counts, free_columns)
+    known, counts = batch.known_paths(counts, free_columns)
     drafting = [(index, sequences[index], count) for index, count in enumerate(counts) if count]
     requests = [
         sequence.draft_request(count, policy.sampler(sequence.sampler), batch.cached_text(index))
@@ -109,13 +109,14 @@ def run_round(batch: Batch) -> None:
     drafted_trees = iter(draft_by_adapter([sequence.pair for _, sequence, _ in drafting], requests))
     draft_seconds = (now() - drafting_began) / max(len(requests), 1)
     drafted = []
-    for sequence, count, path in zip(sequences, counts, paths):
+    for sequence, count, tokens in zip(sequences, counts, known):
         tree = next(drafted_trees) if count else batch.no_drafts
         sequence.stats.draft_seconds += draft_seconds if len(tree) else 0.0
         tree = policy.cut(tree) if count else tree
-        free = min(free_columns, sequence.sampler.tree_budget or free_columns) - len(path) if path else free_columns
+        budget = sequence.sampler.tree_budget or free_columns
+        free = min(free_columns, budget) - len(tokens) if tokens else free_columns
         drafted.append(tree.first(min(len(tree), free)))
-    trees = [tree.with_path(path) if path else tree for tree, path in zip(drafted, paths)]
+    trees = [tree.with_path(tokens) if tokens else tree for tree, tokens in zip(drafted, known)]
 
     # Verify: one forward of the target over all anchors and drafts.
     texts = [sequence.tokens for sequence in sequences]
@@ -142,20 +143,20 @@ def run_round(batch: Batch) -> None:
             round_.keep(batch.cache, kept)
         for index, sequence in enumerate(sequences):
             sequence.residuals += [round_.residual(each, index, kept[index]) for each in captured]
-            sequence.catch_up(policy.asks_drafter, not paths[index] or counts[index] > 0)
+            sequence.catch_up(policy.asks_drafter, not known[index] or counts[index] > 0)
     tell_observers(batch, drafted, logits, accepted)
 
     # Learn what the round cost, and what it brought.
     seconds, outcomes = now() - began, []
     for sequence, tree, own, path, limit, length in zip(sequences, trees, drafted, accepted, limits, lengths):
-        stats, known = sequence.stats, [node for node in path if node >= len(own)]
+        stats, known_nodes = sequence.stats, len(tree) - len(own)
+        own_path = [node for node in path if node < len(own)]  # the nodes of what is known are behind the drafter's
         stats.add_round(tree if limit else None, path, sequence.tokens.ids[0, length - 1 :])
-        stats.known_nodes += len(tree) - len(own)
-        stats.known_accepted += len(known)
+        stats.known_nodes += known_nodes
+        stats.known_accepted += len(path) - len(own_path)
         stats.verify_seconds += verify_seconds
         stats.loop_seconds += seconds / len(sequences)
-        path = path[: len(path) - len(known)]
-        outcomes.append(Outcome(own, path, sequence.finished, len(tree) - len(own), len(known)))
+        outcomes.append(Outcome(own, own_path, sequence.finished, known_nodes, len(path) - len(own_path)))
     waited = sum(sequence.streamer_seconds for sequence in sequences) - streamed
     policy.end(outcomes, seconds - waited if slow_calls == batch.slow_calls else None)
 

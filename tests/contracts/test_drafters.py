@@ -171,7 +171,9 @@ def test_the_text_is_the_targets(pair):
     for way in WAYS:
         assert torch.equal(target.generate(ids, assistant_model=drafter, **options, **way), plain), way
         stats = drafter.last_stats
-        assert stats.rounds > 0 and stats.draft_positions <= (drafter.max_draft_tokens or 20)
+        # "auto" has copies of the whole text, too.
+        most = 20 if "auto" in way.values() else drafter.max_draft_tokens or 20
+        assert stats.rounds > 0 and stats.draft_positions <= most
         assert way.get("num_assistant_tokens") != 2 or stats.draft_positions <= 2
     assert torch.equal(in_transformers_loop(target, drafter, ids, **options), plain)
     drafter.unbind(target)

@@ -21,7 +21,7 @@ class Match(NamedTuple):
 
     Attributes:
         tokens: The text that it is in, which may grow.
-        place: Of the token that followed there.
+        place: The index of the token that followed there.
         length: How many tokens are the same, [`LONGEST`] at most.
         is_resumed: Whether a copy goes on there behind a difference.
     """
@@ -107,8 +107,8 @@ class TextIndex:
             place = places.get(hash(tuple(run)))
             if place is None or tokens[place - size : place] != run or tokens[place] == _END:
                 continue
-            most = min(LONGEST, len(last), place)
-            while size < most and last[-1 - size] == tokens[place - 1 - size]:
+            longest = min(LONGEST, len(last), place)
+            while size < longest and last[-1 - size] == tokens[place - 1 - size]:
                 size += 1
             return Match(tokens, place, size)
         return None
@@ -119,7 +119,7 @@ class Lookup:
     were made with it before.
 
     What followed the last tokens where they occurred is drafted, where that is likely to be right. Several threads may
-    generate with one. Of requests it forgets the oldest, once it has a million tokens of them.
+    generate with one. Of requests it forgets the oldest, once it has a million tokens of them, some 350 MB.
 
     Args:
         documents: Token ids of each, as the target's tokenizer makes them.

@@ -17,7 +17,7 @@ from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, renamed_cache
 from ..targets.caches.snapshots import Snapshot, can_crop, crop, forgets, restore, take_snapshot
 from ..targets.hooks import OPEN_FORWARDS
-from ..targets.registry import is_bound, is_drafter
+from ..targets.registry import is_drafter
 from .bind import BoundTarget, bind
 from .request import CONTEXT, MEDIA, Pair, Request
 from .rounds import TokenBuffer
@@ -78,7 +78,7 @@ class Conversation:
             )
         if drafter is not None:
             drafter.bind(target)
-        elif not is_bound(target):
+        else:
             bind(target)
         self.target, self.drafter, self.max_copies = target, drafter, max_copies
         self._lock = threading.Lock()

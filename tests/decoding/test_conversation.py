@@ -188,6 +188,24 @@ def test_how_much_is_kept_of_each_kind_of_cache(family):
     assert asked(conversation, prompt(50, seed=3)) == 0
 
 
+@pytest.mark.parametrize("family", [families.mistral, families.gemma3])
+def test_within_a_window_a_cache_goes_back_anywhere(family):
+    conversation = Conversation(family().eval())
+    text = conversation.generate(prompt(4), do_sample=False, max_new_tokens=2)
+    text[0, 3] = (text[0, 3] + 1) % 60 + 2
+    assert asked(conversation, text) == 3 and not conversation._kept
+
+
+@pytest.mark.parametrize("family", [families.qwen3, families.qwen3_next, families.mistral])
+def test_a_prompt_is_run_in_parts_where_that_is_asked_for(family):
+    conversation, text = filled(family, tiny_drafter)
+    widths, options = [], dict(do_sample=False, max_new_tokens=5, num_assistant_tokens=4, prefill_chunk_size=7)
+    layer = conversation._binding.target.layers[1]
+    layer.register_forward_hook(lambda _, args, out: widths.append((out if torch.is_tensor(out) else out[0]).shape[1]))
+    conversation.generate(with_turn(text), **options)
+    assert max(widths) == 7 and widths.count(7) >= 3 and sum(widths) >= 41
+
+
 @pytest.mark.parametrize("family", [families.qwen3_next, families.mistral, families.deepseek_v4])
 def test_where_texts_have_differed_a_copy_is_made(family):
     """As behind the system prompt that several chats begin with: the second one is the last that runs it."""
@@ -211,7 +229,7 @@ def test_copies_are_few_spread_and_of_their_own_memory():
     none, text = filled(families.qwen3_next, max_copies=0)
     assert asked(none, with_turn(text)) == 99 and asked(none, text) == 0 and not none._kept
     none.reset()
-    assert none.length == 0 and none._cache is None
+    assert none.length == none.cached_tokens == 0 and none._cache is None
 
 
 def test_a_copy_of_a_long_text_is_no_larger_than_that_of_a_short_one():

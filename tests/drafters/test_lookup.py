@@ -97,6 +97,10 @@ def test_a_conversation_is_remembered_once():
     held = known._requests[1].tokens
     assert len(held) == 500 + 5 + 4 * SIZES[0]  # of each turn what is new, a run before it, and an end
     assert known.find(text[:250]).copy(3) == [250, 251, 252] and known.find(text[385:400]).copy(2) == [400, 401]
+    known.remember(text[:250])  # a request for fewer tokens
+    assert known.find(text[:250]).copy(3) == [250, 251, 252]
+    known.remember([*range(900, 900 + SIZES[0])])  # a new text that is no longer than a run
+    assert known.find([900, 901]).copy(3) == [902, 903, 904]
 
 
 def test_old_requests_are_forgotten(monkeypatch):

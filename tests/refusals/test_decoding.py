@@ -181,6 +181,7 @@ BEFORE = {
                                       ("hidden_size",)),
     "with a drafter's name": Refusal(lambda: Conversation(bound(families.qwen3), "org/one"),
                                      ("'org/one'", "load_drafter")),
+    "of a parallel model": Refusal(lambda: Conversation(torch.nn.DataParallel(bound(families.qwen3))), ("`module`",)),
     "with two targets": Refusal(lambda: Conversation(*[bound(families.qwen3)] * 2), ("Qwen3ForCausalLM", "a drafter")),
 }  # fmt: skip
 

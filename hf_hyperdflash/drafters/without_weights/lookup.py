@@ -181,7 +181,8 @@ class Lookup:
             self._requests[1].extend([*text[start:], _END])
 
     def _known(self, text: Sequence[int]) -> int:
-        """Return where a text begins to be new, less a run by which it is found that it goes on there."""
+        """Return where a text begins to be new, less a run by which it is found that it goes on there; its end if
+        nothing is new: the same tokens with nothing behind them would hide what followed."""
         end = size = SIZES[0]
         while (match := self._requests[1].find(text[end - size : end])) and match.length == size:
             pairs = zip(islice(text, end, None), islice(match.tokens, match.place, None))
@@ -189,7 +190,7 @@ class Lookup:
             if not same:
                 break
             end += same
-        return end - size
+        return end if size < end == len(text) else end - size
 
     def find(self, last: Sequence[int]) -> Match | None:
         """Return the longest match of the last tokens of a text; of equally long ones the latest."""

@@ -10,6 +10,7 @@ from hf_hyperdflash.targets.caches.round_cache import RoundLayer
 from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import prompt, tiny_drafter, tiny_target
+from ..helpers import families
 from ..helpers.families import made
 from ..helpers.growing_work import grown, work_of_rounds
 from ..helpers.unrolled import unrolled
@@ -23,7 +24,12 @@ MASKS = {
     "unrolling.py branch",
     "block_attention.py sees_context",
 }
-INDEXERS = {"deepseek_v4.py one_token_entries", "tree_state.py best_visible", "deepseek_v4.py _see_own_path"}
+INDEXERS = {
+    "deepseek_v4.py index_scores",
+    "tree_state.py best_visible",
+    "deepseek_v4.py _leave_out",
+    "deepseek_v4.py _see_own_path",
+}
 
 
 def dense(**fields):
@@ -43,6 +49,11 @@ def work(monkeypatch, target, drafter, length, rows=1, **options):
     return work_of_rounds(monkeypatch, lambda: target.generate(ids, assistant_model=drafter, **options))
 
 
+# With layers of full attention beside a running state, or an indexer.
+HYBRIDS = [
+    families.qwen3_next, families.qwen3_5, families.granite_hybrid, families.bamba, families.falcon_h1,
+    families.nemotron_h, families.glm5_next, families.hunyuan_v4, *[families.qwen4_exp] * families.REWINDABLE_QWEN4,
+]  # fmt: skip
 KINDS = {
     "block": lambda target: tiny_drafter(target, num_draft_tokens=4),
     "window": lambda target: tiny_drafter(target, num_draft_tokens=4, sliding_window=24),
@@ -69,6 +80,15 @@ def test_of_a_dense_target_nothing_grows_but_attention(name, monkeypatch):
     short, long = (work(monkeypatch, target, drafter, length, **options) for length in (SHORT, LONG))
     assert grown(short, long, LONG - SHORT) <= masks
     assert sum(short.values()) > 100  # something is counted
+
+
+@pytest.mark.parametrize("options", [{}, {"tree_budget": 9}], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", HYBRIDS, ids=lambda family: family.__name__)
+def test_of_a_hybrid_target_nothing_grows_but_attention(family, options, monkeypatch):
+    target = family().eval()
+    drafter = tiny_drafter(target, num_draft_tokens=4)
+    short, long = (work(monkeypatch, target, drafter, length, **options) for length in (SHORT, LONG))
+    assert grown(short, long, LONG - SHORT) <= set()
 
 
 @pytest.mark.parametrize("options", [{}, {"tree_budget": 9}], ids=["chain", "tree"])

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from hf_hyperdflash import PromptLookupDrafter, bind, load_target
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.caches.tree_state import best_visible
-from hf_hyperdflash.targets.deepseek_v4 import one_token_entries
+from hf_hyperdflash.targets.deepseek_v4 import visible_of_chain
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_drafter, tiny_target
 
@@ -20,23 +20,22 @@ TIES = dict(index_n_heads=1, index_topk=3, layer_types=[CSA, SLIDING, CSA, HCA])
 def naive(scores, positions, rate, top_k):
     """As so many forwards of one token."""
     rows = []
-    for row, position in zip(scores[0], positions):
+    for row, position in zip(scores, positions):
         there = row[: (position + 1) // rate]
         found = there.topk(min(top_k, len(there))).indices.tolist()
         rows.append(found + [-1] * (top_k - len(found)))
-    return torch.tensor([rows])
+    return torch.tensor(rows)
 
 
 @pytest.mark.parametrize("rate", [1, 4])
 @pytest.mark.parametrize("end", [8, 40, 41, 42, 43, 203])
 @pytest.mark.parametrize("seq", [2, 5, 7])
 def test_every_position_chooses_as_if_it_were_the_last(rate, end, seq):
-    positions = list(range(end - seq, end))
+    positions, visible = list(range(end - seq, end)), visible_of_chain(end - seq, seq, rate)
     for top_k in (1, 3, 16):
-        scores = torch.randint(0, 3, (1, seq, end // rate)).float()  # nearly all equal
-        assert torch.equal(
-            one_token_entries(scores, torch.tensor([positions]), rate, top_k), naive(scores, positions, rate, top_k)
-        )
+        scores = torch.randint(0, 3, (seq, end // rate)).float()  # nearly all equal
+        top_k = min(top_k, end // rate)
+        assert torch.equal(best_visible(scores, visible, top_k), naive(scores, positions, rate, top_k))
 
 
 @settings(deadline=None, max_examples=200)
@@ -49,16 +48,16 @@ def test_every_position_chooses_as_if_it_were_the_last(rate, end, seq):
 )
 def test_a_node_of_a_tree_chooses_among_what_it_sees_as_if_there_were_no_more(before, own, rows, top_k, seed):
     torch.manual_seed(seed)
-    scores = torch.randint(0, 9, (1, rows, before + own)).relu().float()  # many alike, as an indexer's zeros are
+    scores = torch.randint(0, 9, (rows, before + own)).relu().float()  # many alike, as an indexer's zeros are
     seen = torch.rand(rows, own) < 0.5
     top_k = min(top_k, before + own)
     found = best_visible(scores, seen, top_k)
-    assert found.shape == (1, rows, top_k)
+    assert found.shape == (rows, top_k)
     for row in range(rows):
         there = [*range(before), *(before + i for i in range(own) if seen[row, i])]
         count = min(top_k, len(there))
-        chosen = scores[0, row, there].topk(count).indices.tolist()
-        assert found[0, row].tolist() == [there[i] for i in chosen] + [-1] * (top_k - count)
+        chosen = scores[row, there].topk(count).indices.tolist()
+        assert found[row].tolist() == [there[i] for i in chosen] + [-1] * (top_k - count)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -96,14 +96,14 @@ class GrowingLayer(DynamicLayer):
         """Repeat every sequence of the batch."""
         if self.buffers is None or not self.get_seq_length():
             return super().batch_repeat_interleave(repeats)
-        for name in ("keys", "values"):
+        for name in _KEYS:
             setattr(self, name, self.buffers.repeat(name, getattr(self, name), repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the sequences `indices` of the batch."""
         if self.buffers is None or not self.get_seq_length():
             return super().batch_select_indices(indices)
-        for name in ("keys", "values"):
+        for name in _KEYS:
             setattr(self, name, self.buffers.select(name, getattr(self, name), indices))
 
 

@@ -61,6 +61,9 @@ class Buffers(dict[str, torch.Tensor]):
         return buffer is not None and states.data_ptr() == buffer.data_ptr() and len(states) <= len(buffer)
 
     def _make(self, name: str, states: torch.Tensor, count: int) -> None:
+        if len(states) == 1 and name in self:  # paths will come again
+            states = states.expand(len(self[name]), *states.shape[1:])
+            self._common[name] = states.shape[-2]
         more = count - states.shape[-2] + max(_SPARE, count // _SPARE_SHARE)
         self[name] = torch.nn.functional.pad(states, (0, 0, 0, more))
 
@@ -108,15 +111,33 @@ class GrowingLayer(DynamicLayer):
 
 
 class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):
-    """As [`GrowingLayer`], for a layer with an indexer."""
+    """As [`GrowingLayer`], for a layer with an indexer, whose keys are `[batch, seq, index_head_dim]`."""
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Append keys `[batch, seq, index_head_dim]` as the stock layer does."""
+        """Append an indexer's keys as the stock layer does."""
         known = self.indexer_keys
         if self.buffers is None or torch.compiler.is_compiling() or known is None or not known.numel():
             return super().update_indexer(indexer_key_states)
         self.indexer_keys = self.buffers.append("indexer_keys", known, indexer_key_states)
         return self.indexer_keys
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence of the batch."""
+        buffers, known = self.buffers, self.indexer_keys
+        if buffers is None or known is None:
+            return super().batch_repeat_interleave(repeats)
+        self.indexer_keys = known[:, :0]  # so that they are not copied
+        super().batch_repeat_interleave(repeats)
+        self.indexer_keys = buffers.repeat("indexer_keys", known, repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences `indices` of the batch."""
+        buffers, known = self.buffers, self.indexer_keys
+        if buffers is None or known is None:
+            return super().batch_select_indices(indices)
+        self.indexer_keys = known[:, :0]
+        super().batch_select_indices(indices)
+        self.indexer_keys = buffers.select("indexer_keys", known, indices)
 
 
 _GROWING: dict[type, type] = {DynamicLayer: GrowingLayer, DynamicIndexedLayer: GrowingIndexedLayer}

@@ -74,7 +74,7 @@ def hooks_of_rounds(model: nn.Module, rounds: Rounds) -> list[RemovableHandle]:
 
 
 def _in_rounds(act: Callable[..., object], rounds: Rounds, *args: object) -> object:
-    """Act on a module's input or output where a thread verifies drafts. Elsewhere a compiled module stays one graph."""
+    """Act on a module's input or output where a thread verifies drafts. Else a compiled module stays one graph."""
     return act(rounds, *args) if rounds else None
 
 
@@ -103,10 +103,12 @@ def _current(rounds: Rounds) -> Round | None:
 
 @torch.compiler.disable  # as the hooks that capture the residual
 def _hide_entries(rounds: Rounds, indexer: nn.Module, args: CompressorInputs) -> tuple[object, ...] | None:
-    """Let an indexer score nothing: of all it would do so for each head and token at once, and then choose otherwise
-    than a round must."""
-    cache, layer = args[3:5]
-    return None if cache is None or _current(rounds) is None else (*args[:3], _Hidden(cache.layers[layer], layer), layer)
+    """Let an indexer score nothing: it would score all entries, each head and token at once, and choose otherwise than
+    a round must."""
+    *inputs, cache, index = args
+    if cache is None or _current(rounds) is None:
+        return None
+    return (*inputs, _Hidden(cache.layers[index], index), index)
 
 
 @torch.compiler.disable
@@ -129,12 +131,11 @@ def _choose(
         visible = visible_of_chain(layer.cumulative_length - count, count, indexer.compress_rate)
     else:
         visible = tree.visible_entries("indexer")
-    if total <= indexer.index_topk:  # all that are visible
-        scores = queries.new_zeros(batch * count, total)
-    else:
-        rows = zip(queries, layer.entries, states)
-        scores = torch.cat([index_scores(indexer.scorer, *row) for row in rows])
-    chosen = best_visible(scores, visible.repeat(batch, 1), min(indexer.index_topk, total))
+    visible = visible.repeat(batch, 1)
+    if total <= indexer.index_topk:  # there is nothing to choose
+        return best_visible(queries.new_zeros(batch * count, total), visible, total).view(batch, count, -1)
+    scores = [index_scores(indexer.scorer, *row) for row in zip(queries, layer.entries, states)]
+    chosen = best_visible(torch.cat(scores), visible, indexer.index_topk)
     round_[indexer] = (chosen,)
     return chosen.view(batch, count, -1)
 
@@ -152,9 +153,7 @@ def visible_of_chain(start: int, count: int, compress_rate: int) -> torch.Tensor
     return torch.arange(int(closed[-1])) < closed[:, None]
 
 
-def index_scores(
-    scorer: Any, queries: torch.Tensor, entries: torch.Tensor, states: torch.Tensor
-) -> torch.Tensor:
+def index_scores(scorer: Any, queries: torch.Tensor, entries: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """Return an indexer's scores of entries for each token, `[seq, entries]`: sums over its heads of weighted ReLU
     terms, of some entries at a time. These terms of all would be the most that a round holds.
 

@@ -6,13 +6,16 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACompressor, DeepseekV4IndexerScorer
 
 from hf_hyperdflash import PromptLookupDrafter, bind, load_target
+from hf_hyperdflash.targets import deepseek_v4
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.caches.tree_state import best_visible
 from hf_hyperdflash.targets.deepseek_v4 import visible_of_chain
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_drafter, tiny_target
+from ..helpers.tree_drafters import RandomChains, RandomTrees
 
 TIES = dict(index_n_heads=1, index_topk=3, layer_types=[CSA, SLIDING, CSA, HCA])
 
@@ -58,6 +61,37 @@ def test_a_node_of_a_tree_chooses_among_what_it_sees_as_if_there_were_no_more(be
         count = min(top_k, len(there))
         chosen = scores[row, there].topk(count).indices.tolist()
         assert found[row].tolist() == [there[i] for i in chosen] + [-1] * (top_k - count)
+
+
+@torch.no_grad()
+def test_scores_of_some_entries_at_a_time_are_the_scorers(monkeypatch):
+    monkeypatch.setattr(deepseek_v4, "_TERMS_ON_CPU", 200)
+    target = tiny_target()
+    scorer = next(module for module in target.modules() if isinstance(module, DeepseekV4IndexerScorer))
+    config = target.config
+    queries = torch.randn(1, 5, config.index_n_heads, config.index_head_dim)
+    entries, states = torch.randn(1, 83, config.index_head_dim), torch.randn(1, 5, config.hidden_size)
+    found = deepseek_v4.index_scores(scorer, queries[0], entries[0], states[0])
+    torch.testing.assert_close(found, scorer(queries, entries, states)[0])
+
+
+@pytest.mark.parametrize("drafts", [RandomChains, RandomTrees])
+def test_attention_of_rounds_reads_what_was_chosen_alone_unless_it_is_shown(drafts):
+    target, read = tiny_target(1, hidden_size=64, index_topk=2), []
+    plain = target.generate(prompt(240), do_sample=False, max_new_tokens=20, output_logits=True,
+                            return_dict_in_generate=True)  # fmt: skip
+    drafter = drafts(bind(target), [plain.sequences[0]])
+    for module in target.modules():
+        if isinstance(module, DeepseekV4CSACompressor):
+            module.register_forward_hook(lambda module, args, output: read.append(output[0].shape[2]))
+    for is_shown in (False, True):
+        read.clear()
+        out = target.generate(prompt(240), assistant_model=drafter, do_sample=False, max_new_tokens=20,
+                              output_logits=True, output_attentions=is_shown, return_dict_in_generate=True)  # fmt: skip
+        assert torch.equal(out.sequences, plain.sequences)
+        torch.testing.assert_close(torch.stack(out.logits), torch.stack(plain.logits), atol=1e-4, rtol=1e-4)
+        entries = 240 // target.config.compress_rates[CSA]
+        assert all((count >= entries) == is_shown for count in read[1:]) and read[0] == entries
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -134,9 +134,8 @@ class DeepseekV4(HyperConnected):
             make_rewindable(cache, max(DEFAULT_MAX_REWIND, num_drafts + 1))
             for layer, cached in zip(self.layers, layers) if self.tree_verification == "cache" else ():
                 if isinstance(cached, RewindableCSACacheLayer) and not cached.can_verify_trees:
-                    compressors = {"compressor": layer.self_attn.compressor}
-                    compressors["indexer"] = compressors["compressor"].indexer
-                    for name, module in compressors.items():
+                    compressor: Any = layer.get_submodule("self_attn.compressor")
+                    for name, module in (("compressor", compressor), ("indexer", compressor.indexer)):
                         with align_module_device(module):  # the values of an offloaded one are loaded here
                             cached.read_overlap(name, module.position_bias)
 

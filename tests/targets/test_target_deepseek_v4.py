@@ -12,7 +12,7 @@ from hf_hyperdflash import PromptLookupDrafter, bind, load_target
 from hf_hyperdflash.targets import deepseek_v4
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.caches.tree_state import best_visible
-from hf_hyperdflash.targets.deepseek_v4 import visible_of_chain
+from hf_hyperdflash.targets.deepseek_v4 import one_token_entries, visible_of_chain
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_drafter, tiny_target
 from ..helpers.tree_drafters import RandomChains, RandomTrees
@@ -23,11 +23,11 @@ TIES = dict(index_n_heads=1, index_topk=3, layer_types=[CSA, SLIDING, CSA, HCA])
 def naive(scores, positions, rate, top_k):
     """As so many forwards of one token."""
     rows = []
-    for row, position in zip(scores, positions):
+    for row, position in zip(scores[0], positions):
         there = row[: (position + 1) // rate]
         found = there.topk(min(top_k, len(there))).indices.tolist()
         rows.append(found + [-1] * (top_k - len(found)))
-    return torch.tensor(rows)
+    return torch.tensor([rows])
 
 
 @pytest.mark.parametrize("rate", [1, 4])
@@ -36,9 +36,11 @@ def naive(scores, positions, rate, top_k):
 def test_every_position_chooses_as_if_it_were_the_last(rate, end, seq):
     positions, visible = list(range(end - seq, end)), visible_of_chain(end - seq, seq, rate)
     for top_k in (1, 3, 16):
-        scores = torch.randint(0, 3, (seq, end // rate)).float()  # nearly all equal
+        scores = torch.randint(0, 3, (1, seq, end // rate)).float()  # nearly all equal
+        expected = naive(scores, positions, rate, top_k)
+        assert torch.equal(one_token_entries(scores, torch.tensor([positions]), rate, top_k), expected)
         top_k = min(top_k, end // rate)
-        assert torch.equal(best_visible(scores, visible, top_k), naive(scores, positions, rate, top_k))
+        assert torch.equal(best_visible(scores[0], visible, top_k), expected[0, :, :top_k])
 
 
 @settings(deadline=None, max_examples=200)

@@ -88,8 +88,8 @@ def test_attention_of_rounds_reads_what_was_chosen_alone_unless_it_is_shown(draf
             module.register_forward_hook(lambda module, args, output: read.append(output[0].shape[2]))
     for is_shown in (False, True):
         read.clear()
-        out = target.generate(prompt(240), assistant_model=drafter, do_sample=False, max_new_tokens=20,
-                              output_logits=True, output_attentions=is_shown, return_dict_in_generate=True)  # fmt: skip
+        shown = dict(output_logits=True, output_attentions=is_shown, return_dict_in_generate=True)
+        out = target.generate(prompt(240), assistant_model=drafter, do_sample=False, max_new_tokens=20, **shown)
         assert torch.equal(out.sequences, plain.sequences)
         torch.testing.assert_close(torch.stack(out.logits), torch.stack(plain.logits), atol=1e-4, rtol=1e-4)
         entries = 240 // target.config.compress_rates[CSA]

@@ -11,7 +11,8 @@ Of each round the drafter's part is drafting, the target's forward verifying, an
 take turns. Memory is what is held before the rounds, by target and drafter, and the most that a round holds beside it,
 counted by what operations return. A row that is in `results.json` is not measured again.
 
-Prompts are run for real, in one piece and in chunks: the most memory that their forward and the drafter's need.
+Prompts are run for real, in one piece and in chunks: the cache and the drafter's context after them, the most that is
+held at once, and the most residual that waits for the drafter. Those of 32,768 tokens take minutes each.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -52,12 +54,14 @@ from hf_hyperdflash.decoding.stats import exact_timing
 from hf_hyperdflash.drafters.parts.context import DraftContext, rows_of
 from hf_hyperdflash.targets.caches.deepseek_v4 import make_rewindable
 from hf_hyperdflash.targets.caches.name import CACHE
+from hf_hyperdflash.targets.hooks import ResidualCapture
 from hf_hyperdflash.targets.registry import target_of
 
 PLAIN, CHAIN, TREE, WINDOW = "plain", "chain", "tree", "chain, window"
 STEP = 128  # tokens that the windows of every compressor end with
 PARTS = "drafting", "verifying", "bookkeeping"
-NONE, BLOCK, EAGLE = "none", "block", "EAGLE-3"  # drafters of prompts
+NONE, BLOCK, WINDOWED, EAGLE = "none", "block", "block, window", "EAGLE-3"  # drafters of prompts
+LONGEST = {"DeepSeek-V4": 8192}  # of a prompt in one piece: its attention has scores of as many elements as its square
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -275,51 +279,74 @@ def prompt_measured(
     torch.manual_seed(0)
     target = TARGETS[kind][0](arguments).to(arguments.device, getattr(torch, arguments.dtype)).eval()
     drafter: Any = None
-    if drafter_kind == BLOCK:
-        drafter = HyperDFlashDrafter.from_target(target, num_hidden_layers=2, mask_token_id=1)
+    if drafter_kind in (BLOCK, WINDOWED):
+        own: dict[str, Any] = {"sliding_window": arguments.window} if drafter_kind == WINDOWED else {}
+        drafter = HyperDFlashDrafter.from_target(target, num_hidden_layers=2, mask_token_id=1, **own)
     elif drafter_kind == EAGLE:
         drafter = Eagle3Drafter.from_target(target)
     if drafter is not None:
         drafter.bind(target)
     chunk, ids = arguments.chunk if is_cut else None, torch.full((1, length), 2, device=target.device)
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "prefill_chunk_size": chunk}
-    live, began = LiveMemory(), time.perf_counter()
-    with live:
+    live, began, pop, held = LiveMemory(), time.perf_counter(), ResidualCapture.pop, [0]
+
+    def popped(capture: ResidualCapture) -> list[torch.Tensor]:
+        captured = pop(capture)
+        held.append(sum(each.untyped_storage().nbytes() for each in captured))
+        return captured
+
+    with patch.object(ResidualCapture, "pop", popped), live:
         out = target.generate(
             ids, assistant_model=drafter, max_new_tokens=2, return_dict_in_generate=True, **options
         )  # fmt: skip
     seconds, cache = time.perf_counter() - began, held_bytes(out[CACHE])
-    sizes = {"cache": cache, "beside": live.peak - cache}
+    sizes = {"cache": cache, "most": live.peak, "residual": max(held)}
     return {
         "target": kind, "length": length, "drafter": drafter_kind, "chunk": chunk, "seconds": seconds, "bytes": sizes,
     }  # fmt: skip
 
 
 def prompt_cases(arguments: argparse.Namespace) -> list[tuple[str, int, str, bool]]:
-    """Those that take minutes at most: stock DeepSeek-V4 has a mask and scores as large as the square of a piece."""
     return [
         (kind, length, drafter, is_cut)
         for kind in arguments.targets
         for length in arguments.prompts
-        for drafter in (NONE, BLOCK, EAGLE)
+        for drafter in (NONE, BLOCK, WINDOWED, EAGLE)
         for is_cut in (False, True)
-        if not (kind == "DeepSeek-V4" and (drafter == EAGLE or (length > 8192 and not is_cut)))
-        and not (drafter == EAGLE and length > 8192)
+        if is_cut or length <= LONGEST.get(kind, length)
     ]
 
 
 def prompt_table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| target | tokens of the prompt | drafter | in | seconds | cache, MB | beside it, MB |",
+        "| target | tokens of the prompt | drafter | in | cache and context, MB | at most, MB | residual, MB |",
         "|---|---:|---|---|---:|---:|---:|",
     ]
     for row in rows:
         pieces = f"chunks of {row['chunk']:,}" if row["chunk"] else "one piece"
-        sizes = " | ".join(f"{row['bytes'][name] / 1e6:.1f}" for name in ("cache", "beside"))
-        lines.append(
-            f"| {row['target']} | {row['length']:,} | {row['drafter']} | {pieces} | {row['seconds']:.1f} | {sizes} |"
-        )
+        sizes = " | ".join(f"{row['bytes'][name] / 1e6:.1f}" for name in ("cache", "most", "residual"))
+        lines.append(f"| {row['target']} | {row['length']:,} | {row['drafter']} | {pieces} | {sizes} |")
     return "\n".join(lines)
+
+
+def about_longest(rows: list[dict[str, Any]]) -> str:
+    """Say what prompts in one piece would take that are longer than those which are run."""
+    told = ""
+    for kind, length in LONGEST.items():
+        whole = {
+            row["length"]: row["bytes"]["most"]
+            for row in rows
+            if (row["target"], row["drafter"], row["chunk"]) == (kind, NONE, None)
+        }
+        longest = max((row["length"] for row in rows if row["target"] == kind), default=0)
+        if length in whole and longest > length:
+            size = whole[length] * (longest / length) ** 2 / 1e9
+            told += (
+                f"\n\nOf a {kind} no longer prompt than {length:,} tokens is run in one piece: its attention in "
+                "transformers makes scores and masks of as many elements as the square of a piece for each head, so "
+                f"{longest:,} tokens would take some {size:.0f} GB."
+            )
+    return told
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -372,9 +399,10 @@ def main() -> None:
     for case in prompt_cases(arguments):
         kind, length, drafter, is_cut = case
         if case not in {(row["target"], row["length"], row["drafter"], bool(row["chunk"])) for row in prompts}:
-            prompts.append(prompt_measured(kind, length, drafter, is_cut, arguments))
+            prompts.append(row := prompt_measured(kind, length, drafter, is_cut, arguments))
             save(rows, prompts, arguments)
-            print(f"{kind}, a prompt of {length:,}: {prompts[-1]['seconds']:.0f} s", flush=True)
+            print(f"{kind}, a prompt of {length:,}: {row['seconds']:.0f} s", flush=True)
+    save(rows, prompts, arguments)
     print(table(rows), prompt_table(prompts), sep="\n\n")
 
 
@@ -388,7 +416,7 @@ def save(rows: list[dict[str, Any]], prompts: list[dict[str, Any]], arguments: a
         f"of {arguments.nodes} nodes, a window of {arguments.window} tokens. Caches and contexts are filled with "
         f"random keys and entries. The median of {arguments.runs} runs, by turns; nearly no draft is accepted."
     )
-    below = f"\n\n## Prompts\n\n{prompt_table(prompts)}" if prompts else ""
+    below = f"\n\n## Prompts\n\n{prompt_table(prompts)}{about_longest(prompts)}" if prompts else ""
     report = f"# Long contexts\n\n{head}\n\n{table(rows)}{below}\n"
     save_report(report, arguments, rows=rows, prompts=prompts)
 

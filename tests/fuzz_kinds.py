@@ -1,5 +1,5 @@
 """Greedy text with drafters of every kind against the target's own: chains and trees, one text, turns and batches,
-dynamic and static caches, processors.
+dynamic and static caches, processors; and of each case again what copies and a grammar make of it.
 
 `python -m tests.fuzz_kinds --cases 200` runs seeds 0 to 199 of each kind and prints every difference; `--kinds NAME
 ...` runs some, `--log FILE` goes on where FILE ends. A case is its kind and its seed. The drafters are random, so that
@@ -21,13 +21,14 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from hf_hyperdflash import bind
+from hf_hyperdflash import GrammarProcessor, Lookup, bind
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.registry import target_of
 
 from .conftest import prompt
 from .contracts.test_drafters import KINDS, MORE, of_own_checkpoint
 from .fuzz_trees import PROCESSORS, difference, padded_on_the_left
+from .helpers.grammars import Masking, random_table
 from .helpers.mtp_targets import CARRIERS
 
 HEADS = {f"mtp {family}": of_own_checkpoint(family) for family in CARRIERS if family in CONFIG_MAPPING}
@@ -44,8 +45,15 @@ def pair_of(kind: str) -> tuple[Any, Any]:
     return target, drafter
 
 
-def run_case(target: Any, drafter: Any, seed: int) -> tuple[int, str | None]:
+def run_case(target: Any, drafter: Any, seed: int, is_joined: bool = False) -> tuple[int, str | None]:
     """One case.
+
+    Args:
+        target: The target.
+        drafter: Its drafter.
+        seed: Of all that is chosen.
+        is_joined: Whether copies join the drafts, and a grammar constrains the text where no other processor could
+            forbid all that it allows.
 
     Returns:
         How many drafts were accepted, and what differs; `None` if nothing does.
@@ -65,13 +73,26 @@ def run_case(target: Any, drafter: Any, seed: int) -> tuple[int, str | None]:
     where = {"cache_implementation": "static", "max_cache_len": 96, "disable_compile": True} if is_static else {}
     texts = [prompt(chance.randint(2, 30), seed=chance.randrange(2**20))[0] for _ in range(size)]
     ids, mask = padded_on_the_left(texts)
+    can_constrain = not options.keys() & {"no_repeat_ngram_size", "bad_words_ids", "eos_token_id"}
+    table = random_table(seed, most=6, vocab_size=9) if is_joined and can_constrain else None
+
+    def plain(ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        grammar = {} if table is None else {"logits_processor": [Masking(table, ids.shape[1])]}
+        return target.generate(ids, **options, **grammar)
+
     if seen.skips_padding:  # stock compresses padding with the text
-        alone = [target.generate(text[None], **options)[0] for text in texts]
+        alone = [plain(text[None], **options)[0] for text in texts]
         whole = ids.shape[1] + options["max_new_tokens"]
         expected = torch.stack([torch.nn.functional.pad(text, (whole - len(text), 0)) for text in alone])
     else:
-        expected = target.generate(ids, attention_mask=mask, **options)
+        expected = plain(ids, attention_mask=mask, **options)
     asked = {**options, **way, **where, "assistant_model": drafter}
+    if is_joined:
+        documents = [[token if chance.random() > 0.1 else 5 for token in text] for text in expected.tolist()]
+        asked["lookup"] = chance.choice([True, Lookup(documents)])
+    if table is not None:
+        asked["logits_processor"] = [GrammarProcessor(table)]
+        options["logits_processor"] = [Masking(table, ids.shape[1])]  # for what is told of a difference
     out = target.generate(ids, attention_mask=mask, return_dict_in_generate=size == 1, **asked)
     written, accepted = (out.sequences if size == 1 else out), sum(drafter.last_stats.accepted)
     for row, (found, text) in enumerate(zip(written, expected, strict=True)):
@@ -81,8 +102,9 @@ def run_case(target: Any, drafter: Any, seed: int) -> tuple[int, str | None]:
     if size > 1 or is_static or seen.skips_padding or chance.random() < 0.5:
         return accepted, None
     longer = torch.cat([expected, prompt(chance.randint(1, 9), seed=seed)], dim=1)
+    options.pop("logits_processor", None)
     told = {**options, "attention_mask": torch.ones_like(longer)}  # else a padding token that was written is hidden
-    expected = target.generate(longer, **told)
+    expected = plain(longer, **told)
     found = target.generate(longer, **asked | told, **{CACHE: cache_of(out)})
     accepted += sum(drafter.last_stats.accepted)
     if torch.equal(found, expected):
@@ -111,6 +133,8 @@ def main() -> None:
             else:
                 pair = pair or pair_of(kind)
                 accepted, differs = run_case(*pair, seed)
+                joined, joined_differs = run_case(*pair, seed, is_joined=True)
+                accepted, differs = accepted + joined, differs or joined_differs
                 if arguments.log:
                     with arguments.log.open("a") as log:
                         log.write(f"{kind}\t{seed}\t{accepted}\t{differs or ''}\n")

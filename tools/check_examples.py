@@ -126,6 +126,9 @@ WRONG = [
      "`--draft-ms` 0.0"),
     (f"experiments/serve_deepseek_v4.py {PAIR} --data nowhere --expected-tau 2 --output b", 1, "nowhere"),
     (f"experiments/agents/measure_copies.py {PAIR} --kinds aime25 --data suites --output b", 1, "aime25"),
+    ("examples/serve_with_drafter.py --target nowhere --drafter DRAFTER", 1, "Error:"),
+    ("examples/serve_with_drafter.py --target TARGET --drafter DRAFTER --reasoning-budget 9", 2, "--reasoning-end"),
+    ("examples/serve_with_drafter.py --target TARGET --drafter DRAFTER --conversations -1", 2, "-1 whole"),
     ("examples/evaluate_with_lm_eval.py", 1, "lm-eval"),
     ("examples/grpo_with_drafter.py", 1, "trl"),
 ]  # fmt: skip

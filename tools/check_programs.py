@@ -213,6 +213,10 @@ def check_server() -> None:
         kept = re.findall(r"(\d+) of (\d+) prompt tokens", Path("server.log").read_text())[-4:]
         assert all(int(cached) > int(tokens) / 2 for cached, tokens in kept) and len(kept) == 4, kept
         assert asked_of(url, QUESTIONS[0], temperature=1).choices[0].message.content
+        schema = {"type": "object", "properties": {"left": {"enum": [7, 8]}}, "required": ["left"]}
+        wanted = {"type": "json_schema", "json_schema": {"name": "marbles", "schema": schema}}
+        told = asked_of(url, QUESTIONS[0], temperature=0, response_format=wanted).choices[0].message.content
+        assert json.loads(told)["left"] in (7, 8), told
         environment = {**os.environ, "HF_HUB_OFFLINE": "0"}  # with 1 its client asks nobody, not even this machine
         _, *asked = command("transformers chat", **{"http://localhost:8000": url})
         chat = subprocess.run(

@@ -1,5 +1,8 @@
 """Run the Python snippets of the pages, one after the other, and the first text of the pages. `.ci/nightly` runs it.
 
+    python tools/check_snippets.py              # all, four minutes on one core
+    python tools/check_snippets.py using        # the README, which the others begin with, and docs/using.md
+
 What a page has on the Hub lies in folders of the same names beside it, small and real; what it pushes goes to a server
 on this machine. Snippets for lm-eval, TRL and transformers' server are run by `tools/check_programs.py`.
 """
@@ -106,7 +109,8 @@ def run_pages(folder: Path) -> None:
     from tests.helpers.hub_server import HubServer
     from tests.helpers.processes import python
 
-    pages, first = [page for page in PAGES if snippets(page)], snippets(PAGES[0])[0]
+    chosen = [page for page in PAGES if page == PAGES[0] or page.stem in sys.argv[1:] or not sys.argv[1:]]
+    pages, first = [page for page in chosen if snippets(page)], snippets(PAGES[0])[0]
     make_names(folder / "names")
     for page in pages:
         (folder / page.stem).mkdir()
@@ -182,6 +186,8 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         run_pages(Path(folder))
+    if sys.argv[1:]:
+        return
     run_recipe()
     run_first_text()
 

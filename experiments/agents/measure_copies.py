@@ -35,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=30, help="of each kind, at most")
     parser.add_argument("--nodes", type=number_or_auto, help="of the drafter's trees, alone and joined; else chains")
     parser.add_argument(
-        "--lookup", nargs="+", type=number_or_auto, default=["auto", 10], help="drafts of lookup alone"
+        "--lookup", nargs="+", type=number_or_auto, default=["auto", 10, 20], help="drafts of lookup alone"
     )
     arguments = parser.parse_args()
     if arguments.data is None and not set(arguments.kinds) <= set(TITLES):

@@ -65,7 +65,7 @@ def generate(
     from rich.console import Console
     from transformers import TextStreamer
 
-    from ..decoding.stats import SpeculationStats, keep_trees
+    from ..decoding.stats import SpeculationStats, keep_trees, percentages
     from ..training.data.encoding import encode_prompts
     from .display.who_wrote import WhoWrote
 
@@ -97,7 +97,7 @@ def generate(
             **sampling,
         )
     stats = cast(SpeculationStats, assistant.last_stats)
-    rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
+    rates = percentages(stats.acceptance)
     ends = model.generation_config.eos_token_id
     is_cut = stats.tokens >= max_new_tokens and int(text[0, -1]) not in (ends if isinstance(ends, list) else [ends])
     print(

@@ -17,11 +17,11 @@ from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, renamed_cache
 from ..targets.caches.snapshots import Snapshot, can_crop, crop, forgets, restore, take_snapshot
 from ..targets.hooks import OPEN_FORWARDS
-from ..targets.registry import is_bound
+from ..targets.registry import is_bound, is_drafter
 from .bind import BoundTarget, bind
 from .request import CONTEXT, MEDIA, Pair, Request
 from .rounds import TokenBuffer
-from .sequence import StoredContext, load_context, note_gap, store_context
+from .sequence import StoredContext, load_context, note_gap, store_context, tokens_read
 
 # Tokens before a prompt's end at which a cache that forgets is copied. The next prompt often has the text up to here,
 # and then something else: a template writes an earlier answer without its reasoning, or without the marks by which a
@@ -71,6 +71,11 @@ class Conversation:
     def __init__(self, target: PreTrainedModel, drafter: Drafter | None = None, max_copies: int = 4) -> None:
         if type(max_copies) is not int or max_copies < 0:
             raise ValueError(f"`max_copies` is {max_copies!r}, expected a whole number of at least 0.")
+        if not (drafter is None or is_drafter(drafter)):
+            given = repr(drafter) if isinstance(drafter, str) else f"a {type(drafter).__name__}"
+            raise ValueError(
+                f"`drafter` is {given}, expected a drafter behind the target: load it with `load_drafter` first."
+            )
         if drafter is not None:
             drafter.bind(target)
         elif not is_bound(target):
@@ -256,6 +261,7 @@ class Conversation:
         if start:  # by which transformers knows that the ids are all of the text
             inputs["attention_mask"] = torch.ones_like(ids[:, :end])
         capture = binding.residual.new_capture([] if pair is None else pair.facts.layer_ids)
+        capture.last = None if pair is None else tokens_read(pair.drafter, context)
         with binding.capturing_forward(capture):
             model._prefill(ids[:, :end], config, inputs)
         if pair is None:
@@ -295,10 +301,16 @@ def _checked(request: Request) -> torch.Tensor:
     """
     given, ids = request.arguments, request.ids
     if ids is None or request.rows != 1 or not ids.shape[1]:
-        what = f"of the shape {list(ids.shape)} for {request.rows} texts" if ids is not None else "no tensor of them"
+        if ids is None:
+            value = given.get("inputs", given.get("input_ids"))
+            raise ValueError(
+                f"A conversation's prompt is {'None' if value is None else f'a {type(value).__name__}'}, no tensor: "
+                "expected token ids, [1, tokens]. Pass `**tokenizer.apply_chat_template(messages, "
+                'add_generation_prompt=True, return_tensors="pt", return_dict=True)`.'
+            )
         raise ValueError(
-            f"The token ids of a conversation's prompt are {what}, expected one text, [1, tokens]: make a "
-            "`Conversation` for each text, or call `target.generate`."
+            f"The token ids of a conversation's prompt are of the shape {list(ids.shape)} for {request.rows} texts, "
+            "expected one text, [1, tokens]: make a `Conversation` for each text, or call `target.generate`."
         )
     mask, implementation = given.get("attention_mask"), request.setting("cache_implementation")
     of_other_inputs = (*MEDIA, "position_ids", "inputs_embeds")
@@ -306,7 +318,8 @@ def _checked(request: Request) -> torch.Tensor:
         CACHE: request.cache is not None,
         "use_cache": request.setting("use_cache") is False,
         "cache_implementation": implementation not in (None, "hybrid"),  # of which transformers makes None
-        "attention_mask": mask is not None and (mask.shape != ids.shape or not bool(mask.all())),
+        "attention_mask": mask is not None
+        and not (isinstance(mask, torch.Tensor) and mask.shape == ids.shape and bool(mask.all())),
         "assistant_model": request.assistant is not None and request.drafter is None,
         str(request.other_way): request.other_way is not None,
         **{name: value is not None for name, value in given.items() if name.startswith(of_other_inputs)},

@@ -247,7 +247,7 @@ class Batch:
     def prefill(self) -> TargetOutput:
         """Run what of the prompts is not in the cache yet, several padded on the left. In chunks, where the caller
         asks for them, of which each reaches the drafter before the next is run, so that a long prompt's residual is
-        never held whole.
+        never held whole. Nor is it where every drafter's context has a window.
 
         Returns:
             The target's outputs of the last tokens.
@@ -259,6 +259,8 @@ class Batch:
         config = copy.copy(self.sequences[0].config)
         # Not transformers' own chunks, which before 5.20 or so feed what is in the cache again.
         config.prefill_chunk_size = None
+        read = [each.tokens_read for each in self.sequences]
+        self.capture.last = None if None in read else max(cast("list[int]", read))
         for end in [*range(cached + chunk, width, chunk), width]:
             start = int(self.cache.get_seq_length())
             inputs = {**self.kwargs(), **prompts.inputs(start, end)}
@@ -276,6 +278,7 @@ class Batch:
                     sequence.residuals.append(each[index : index + 1, max(max(padding - start, 0) - left_out, 0) :])
                 if padding < end < width and sequence.residuals:
                     sequence.extend(end - padding)
+        self.capture.last = None
         self._choose_cache()
         self._choose_policy()
         return outputs
@@ -419,7 +422,9 @@ class Batch:
         return shared
 
     def end(self) -> None:
-        """Leave the cache as transformers' own loop would."""
+        """Leave the cache as transformers' own loop would. After an error the caller may go on with one of his own."""
+        for sequence in self.sequences if self.request.cache is not None else ():
+            sequence.complete_context()
         if self.round_forward is not None:
             self.round_forward.cache.give_back()
         stop_recording(self.cache)

@@ -22,7 +22,7 @@ from ..auto.policies import MAX_AUTO_NODES, DraftingStats
 from ..drafters.adapters import BASE, check_adapter, using
 from ..drafters.base import AUTO, Drafter, Observer
 from ..drafters.sampling import DraftRequest, DraftSampler
-from ..drafters.without_weights.lookup import Lookup
+from ..drafters.without_weights.lookup import Lookup, shortened
 from ..grammars.processor import grammar_of
 from ..targets.caches.name import CACHE
 from ..targets.caches.round_cache import layers_with_keys
@@ -233,10 +233,15 @@ class Request:
         # Without a prompt, transformers starts one with the target's first token.
         self.rows = (texts if type(texts) is int else 1) * (1 if self.ids is None else len(self.ids))
         self.tree_budget: int | Literal["auto"] | None = self.setting("tree_budget")
-        processors = arguments.get("logits_processor") or ()
+        processors = checked_processors(arguments.get("logits_processor"))
         self._grammars = [grammar for each in processors if (grammar := grammar_of(each)) is not None]
         lookup = self.setting("lookup")
-        self.lookup: bool | Lookup = False if lookup is None else lookup
+        if not isinstance(lookup, (bool, Lookup, type(None))):
+            raise ValueError(
+                f"`lookup` is {shortened(lookup)}, expected True, False or a `Lookup`: for texts to copy from pass "
+                "`Lookup(documents=[...])` with the token ids of each."
+            )
+        self.lookup: bool | Lookup = lookup or False
         if self.drafter is not None:
             self.pair, count = Pair.checked(self.target, self.drafter), self._num_assistant_tokens(self.drafter)
             max_drafts = self.drafter.max_draft_tokens or _MAX_AUTO_DRAFTS
@@ -330,11 +335,6 @@ class Request:
 
     def _check_lookup(self) -> None:
         lookup = self.lookup
-        if not isinstance(lookup, (bool, Lookup)):
-            raise ValueError(
-                f"`lookup` is {lookup!r}, expected True, False or a `Lookup`: for texts to copy from pass "
-                "`Lookup(documents=[...])` with the token ids of each."
-            )
         if lookup and self.drafter is None:
             raise ValueError(
                 f"`lookup` is {lookup!r}, but there is no drafter whose drafts it could join: pass `assistant_model`, "
@@ -544,6 +544,26 @@ class Request:
                     if not (getattr(function, "__module__", None) or "").startswith(_HARMLESS):
                         return False
         return True
+
+
+def checked_processors(processors: Any) -> list[Any]:
+    """Return a call's `logits_processor` as a list.
+
+    Raises:
+        ValueError: If it is none, or one of it cannot be called.
+    """
+    if processors is not None and not isinstance(processors, (list, tuple)):
+        raise ValueError(
+            f"`logits_processor` is a {type(processors).__name__}, expected a list of processors: pass it in one."
+        )
+    for number, each in enumerate(processors or ()):
+        if isinstance(each, type) or not callable(each):
+            given = f"the class {each.__name__}" if isinstance(each, type) else f"a {type(each).__name__}"
+            raise ValueError(
+                f"`logits_processor[{number}]` is {given}, expected a processor: pass a grammar as "
+                "`[GrammarProcessor(grammar)]`."
+            )
+    return list(processors or ())
 
 
 def check_tree_budget(budget: object) -> None:

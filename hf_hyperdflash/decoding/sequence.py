@@ -137,6 +137,12 @@ class Sequence:
         """Which tokens of the prompt are no padding, `[1, tokens]`; `None` if all are."""
         return self.tokens.mask(self.tokens.prompt_length)
 
+    @property
+    def tokens_read(self) -> int | None:
+        """As the function of that name, but all where an observer hears of every token, or where some are padding."""
+        needs_all = self.observer is not None or self.real is not None
+        return None if needs_all else tokens_read(self.drafter, self.context)
+
     def draft_request(self, count: int, sampler: DraftSampler, cached: CachedText | None) -> DraftRequest:
         """Return what the drafter is asked for: at most `count` drafts, one after the other."""
         tokens = self.tokens
@@ -189,6 +195,13 @@ class Sequence:
             self.extend(end)
         elif len(self.residuals) >= 2 * _CATCH_UP:
             del self.residuals[:_CATCH_UP]
+
+    def complete_context(self) -> None:
+        """Give the drafter what it was not in need of so far, of a text that has not ended: its context is no good for
+        the next turn unless it is as long as the cache."""
+        end = self.tokens.end - 1
+        if self.residuals and self.context.end + sum(part.shape[1] for part in self.residuals) == end:
+            self.extend(end)
 
     # Accept
 
@@ -353,6 +366,11 @@ def load_context(cache: RewindableCache, pair: Pair) -> Context:
     if stored is None or not stored.fits(pair) or stored.context.end != cache.get_seq_length():
         return pair.drafter.new_context()
     return stored.context
+
+
+def tokens_read(drafter: Drafter, context: Context) -> int | None:
+    """Return how many of a prompt's last tokens a drafter reads the residual of; `None` for all."""
+    return getattr(context, "window", None) if drafter.reads_each_token else 1
 
 
 def note_gap(context: Any, start: int, end: int) -> None:

@@ -15,6 +15,8 @@ from ..trees.tree import DraftTree, are_trees_kept, keep_trees
 
 __all__ = ["SpeculationStats", "VerifiedTree", "are_trees_kept", "clock", "exact_timing", "keep_trees"]
 
+_SHOWN = 16  # draft positions
+
 _is_exact: ContextVar[bool] = ContextVar("hf_hyperdflash_exact_timing", default=False)
 
 
@@ -75,7 +77,8 @@ class SpeculationStats:
             had none (prompt lookup); with no room for a draft before the end of the text it is no round.
         tokens: New tokens, the prefill's first one included.
         nodes: Drafts of all rounds, those of several paths through a tree included.
-        known_nodes: Of these, drafts that were known without the drafter: copies of what was found by `lookup`.
+        known_nodes: Of these, drafts that were known without the drafter: copies of what `lookup` found, and tokens to
+            which a grammar leaves no alternative.
         known_accepted: How many of these the target accepted.
         draft_positions: Most drafts, one after the other, that a round verified.
         emitted: Tokens that each round emitted, accepted drafts and the target's own token.
@@ -109,11 +112,13 @@ class SpeculationStats:
 
     def __str__(self) -> str:
         """Describe it in a line; its lists are as long as the text, `repr` has them."""
-        rates = ", ".join(f"{100 * rate:.0f}" for rate in self.acceptance) or "none"
+        rates = percentages(self.acceptance) or "none"
         rows = f" of {len(self.of_batch)} rows" if self.of_batch else ""
         return (
             f"{self.tokens} tokens{rows} in {self.rounds} verification round{'s' * (self.rounds != 1)}: "
             f"tau {self.tau:.2f}, drafts accepted at each position, %: {rates}"
+            + f"; copied or forced: {self.known_accepted} of {self.known_nodes}"
+            * bool(self.known_nodes)
         )
 
     def __iadd__(self, other: SpeculationStats) -> SpeculationStats:
@@ -178,6 +183,11 @@ class SpeculationStats:
         """Per draft position k: the fraction accepted of the rounds in which position k - 1 was (0 where none was)."""
         prefix = [1.0, *self.acceptance]
         return [now / before if before else 0.0 for before, now in pairwise(prefix)]
+
+
+def percentages(rates: Sequence[float]) -> str:
+    """Return rates in words: the first ones, as a copy may be several times as long as a drafter's block."""
+    return ", ".join([*(f"{100 * rate:.0f}" for rate in rates[:_SHOWN]), *["…"] * (len(rates) > _SHOWN)])
 
 
 def merged_stats(each: Sequence[SpeculationStats]) -> SpeculationStats:

@@ -128,7 +128,8 @@ class Drafter:
 
     def new_context(self) -> Context:
         """Return the context of a new sequence. It has an attribute `end`, 0 at first, in which the loop counts the
-        tokens that [`extend`] has added."""
+        tokens that [`extend`] has added. One with a `window` gets no more than so many of a prompt's tokens, the last
+        ones: the residual of others is not kept."""
         return EmptyContext()
 
     def extend(

@@ -137,7 +137,7 @@ class DraftSampler:
     ) -> torch.Tensor:
         """Do the same from the text of each path, `[paths, seq]`, and its drafts: grammars read the latter."""
         scores = logits.to(text.device, torch.float32)
-        for each in self.processors:
+        for each in self.processors if len(scores) else ():  # of no paths some make an error
             if isinstance(each, TextGrammar):
                 scores = each.masked(paths, scores, are_drafted)
             else:

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from .states import GrammarState, checked_mask, grammars_of, state_of
+from .states import GrammarState, check_beginning, checked_mask, grammars_of, state_of
 
-SPELLED = 0.95  # how often a target spells what must come next as a library does
-_REMEMBERED = 128  # texts of the last calls, which the next one may go on with
+SPELLED = 0.95  # how probably a target spells what must come next with the tokens that a library names
+_REMEMBERED = 128  # texts of earlier calls: the prompt of the next one may be what one of them wrote
 
 
 class Place:
-    """Where a text, or a path of drafts after it, is in its grammar. What was asked for once is kept.
+    """Where a text, or a path of drafts after it, is in its grammar. Masks and the places behind it are made once.
 
     Args:
-        state: There; `None` behind a token that the grammar does not allow.
+        state: The grammar's; `None` behind a token that the grammar does not allow.
         vocab_size: The target's.
     """
 
@@ -48,6 +48,11 @@ class Place:
                 state.advance(token)
             self._after[token] = Place(state, self.vocab_size)
         return self._after[token]
+
+    @cached_property
+    def is_dead_end(self) -> bool:
+        """Whether no token may come next."""
+        return self.forbidden is not None and bool(self.forbidden.numpy().all())
 
     @cached_property
     def is_forced(self) -> bool:
@@ -111,12 +116,17 @@ class TextGrammar(LogitsProcessor):
         ([`masked`]).
 
         Raises:
-            ValueError: If the target wrote what the grammar does not allow.
+            ValueError: If the target wrote what the grammar does not allow, or the grammar allows nothing more.
         """
         if self.place.state is None:
             raise ValueError(
                 f"The target wrote the token {self.written[-1]}, expected one that the grammar allows: another logits "
                 "processor forbids all of those. Leave that one out."
+            )
+        if self.place.is_dead_end:
+            raise ValueError(
+                f"The grammar allows no token behind the token {[*self.ids.tolist(), *self.written][-1]}, expected at "
+                "least one, or a text that has ended: let it allow one of the target's `eos_token_id` there."
             )
         return masked([self._place_after(path) for path in paths], scores, are_drafted)
 
@@ -151,7 +161,8 @@ class TextGrammar(LogitsProcessor):
         """Return where `ids`, `[seq]`, end in the grammar if they are this text, or it and one more token."""
         count = len(self.ids)
         end = count + len(self.written)
-        if len(ids) not in (end, end + 1) or ids[count:end].tolist() != self.written:
+        # Not its prompt: texts that begin alike would share a matcher, which would go from one to the other and back.
+        if len(ids) not in (end, end + 1) or len(ids) == count or ids[count:end].tolist() != self.written:
             return None
         if not torch.equal(ids[:count], self.ids):
             return None
@@ -168,11 +179,28 @@ class GrammarProcessor(LogitsProcessor):
     """A logits processor that lets a target write what a grammar allows, with a drafter and without.
 
     ```python
-    target.generate(**inputs, assistant_model=drafter, logits_processor=[GrammarProcessor(compiled_grammar)])
+    target.generate(**inputs, assistant_model=drafter, logits_processor=[GrammarProcessor(grammar)])
     ```
 
     Drafts follow the grammar, too. Text and distribution are those of plain decoding with the same processor. It may
     be used for any number of calls: each begins the grammar anew, unless its prompt is what an earlier one wrote.
+
+    The grammar of a JSON schema, by each library. Without spare whitespace there is less to write, and a small target
+    cannot write whitespace for ever:
+
+    ```python
+    size = target.config.vocab_size  # with the padding that some targets have behind the tokenizer's tokens
+
+    tokens = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
+    grammar = xgrammar.GrammarCompiler(tokens).compile_json_schema(schema, any_whitespace=False)
+
+    tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size)
+    compact = {**schema, "x-guidance": {"whitespace_flexible": False}}
+    grammar = llguidance.LLMatcher(tokens, llguidance.LLMatcher.grammar_from_json_schema(compact))
+
+    pattern = outlines_core.json_schema.build_regex_from_schema(json.dumps(schema), whitespace_pattern="")
+    grammar = outlines_core.Index(pattern, outlines_core.Vocabulary.from_pretrained("the target's name on the Hub"))
+    ```
 
     Args:
         grammar: An xgrammar `CompiledGrammar`, an llguidance `LLMatcher`, an outlines-core `Index`, an
@@ -198,7 +226,7 @@ class GrammarProcessor(LogitsProcessor):
                 "expected one for each prompt, or one for all."
             )
         for state in self._states:
-            _ = Place(state.fork(), vocab_size).forbidden
+            check_beginning(state_of(state.fork()), vocab_size)
 
     def begin(self, ids: torch.Tensor, row: int, rows: int, vocab_size: int) -> TextGrammar:
         """Return the grammar of a text, which goes on where an earlier one ended if `ids` are what was written.
@@ -218,7 +246,8 @@ class GrammarProcessor(LogitsProcessor):
         # In plain decoding a call is a step, and the row's own text of the step before is as many calls ago.
         known = [text for text in (*known[-rows:][:1], *reversed(known)) if text.number == number]
         places = (text.place_of(ids) for text in known if text.place.vocab_size == vocab_size)
-        place = next((place for place in places if place is not None), None)
+        # A token that the grammar does not allow behind a text is no step of it, but another prompt.
+        place = next((place for place in places if place is not None and place.state is not None), None)
         text = TextGrammar(ids, place or Place(self._states[number].fork(), vocab_size), number)
         self._texts.append(text)
         while len(self._texts) > max(_REMEMBERED, 4 * rows):

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .states import checked_mask, state_of
+from .states import check_beginning, state_of
 
 
 class AfterReasoning:
@@ -22,8 +22,9 @@ class AfterReasoning:
     Args:
         grammar: Of what follows, as for a [`~grammars.processor.GrammarProcessor`]; `None` for any text.
         end: What ends the reasoning: a token's id, several that follow each other, or a text, which is found however
-            the target spells it.
-        tokenizer: Of the target, for a text.
+            the target spells it. It is looked for in what the target writes, not in the prompt: where the template
+            has written it there, pass the grammar alone.
+        tokenizer: The target's, if `end` is a text.
         budget: How many tokens of reasoning there may be: then those of `end` follow. `None` for any number.
 
     Raises:
@@ -41,19 +42,26 @@ class AfterReasoning:
             raise ValueError(f"`budget` is {budget!r}, expected a whole number of tokens, or None for any number.")
         self._decode: Callable[[list[int]], str] | None = None
         if isinstance(end, str):
-            if tokenizer is None:
-                raise ValueError(f"`end` is the text {end!r}, expected a `tokenizer` with it, or a token's id.")
-            self._decode, self._ids = (
-                cast(Any, tokenizer.decode),
-                list(tokenizer.encode(end, add_special_tokens=False)),
-            )
+            if not all(callable(getattr(tokenizer, method, None)) for method in ("encode", "decode")):
+                given = "none" if tokenizer is None else f"a {type(tokenizer).__name__}"
+                raise ValueError(
+                    f"`end` is the text {end!r} and `tokenizer` {given}, expected the target's tokenizer with it, or "
+                    "a token's id."
+                )
+            ids: Any = cast(Any, tokenizer).encode(end, add_special_tokens=False)
+            self._decode = cast(Any, tokenizer).decode
             # A token is a byte of a text at least, and the last one may go on behind it.
             self._text, self._width = end, len(end.encode()) + 1
         else:
-            self._ids = [end] if isinstance(end, int) else list(end)
-            self._text, self._width = "", len(self._ids)
-        if not self._ids:
-            raise ValueError(f"`end` is {end!r}, expected a token's id, several, or a text that is not empty.")
+            ids = end.tolist() if isinstance(end, torch.Tensor) else end
+            ids = list(ids) if isinstance(ids, (list, tuple)) else [ids]
+            self._text, self._width = "", len(ids)
+        if not ids or not all(type(token) is int and token >= 0 for token in ids):
+            raise ValueError(
+                f"`end` is {end!r}, expected a token's id, several, or a text that is not empty and that the "
+                "tokenizer can write."
+            )
+        self._ids: list[int] = ids
         self._grammar, self._budget = None if grammar is None else state_of(grammar), budget
         self._count, self._last, self._is_over = 0, list[int](), False
 
@@ -64,7 +72,7 @@ class AfterReasoning:
             if max(self._ids) >= vocab_size:
                 raise ValueError(f"`end` is the token {max(self._ids)}, expected one of the target's {vocab_size}.")
             if self._grammar is not None:
-                checked_mask(self._grammar, vocab_size)
+                check_beginning(self._grammar, vocab_size)
         if self._budget is None or self._count < self._budget:
             return None
         mask = torch.zeros(vocab_size, dtype=torch.bool)

@@ -6,6 +6,7 @@ None of the libraries is imported before one of its objects is passed.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -14,9 +15,9 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-_MOST_LIKELY = 32  # tokens that are looked for at once
-_FEW = 8  # tokens of a state
-_KEPT_MASKS = 256  # of the states of an index: 12 MB for a vocabulary of 49,152 tokens
+_MAX_AHEAD = 32  # tokens, or states, that are looked for behind a state of an index
+_MAX_WAYS = 8  # a state with more tokens leaves a choice, and is not looked through
+_MAX_MASKS = 256  # that an index keeps: 12 MB for a vocabulary of 49,152 tokens
 
 
 class GrammarState(Protocol):
@@ -43,7 +44,8 @@ def state_of(grammar: Any) -> GrammarState:
     Raises:
         ValueError: If it is no grammar, or has failed or ended already.
     """
-    if all(callable(getattr(grammar, method, None)) for method in ("allowed", "advance", "fork")):
+    is_state = all(callable(getattr(grammar, method, None)) for method in ("allowed", "advance", "fork"))
+    if is_state and not isinstance(grammar, type):
         return cast(GrammarState, grammar)
     known = type(grammar).__module__.partition(".")[0], type(grammar).__name__
     if known == ("outlines_core", "Index"):
@@ -52,9 +54,11 @@ def state_of(grammar: Any) -> GrammarState:
         return MatcherState(partial(XGrammarMatcher, grammar))
     if known in (("llguidance", "LLMatcher"), ("builtins", "LLMatcher")):  # whose class does not say its module
         return MatcherState(partial(LLGuidanceMatcher, grammar))
+    name = known[1] if known[0] == "builtins" else ".".join(known)
     raise ValueError(
-        f"A grammar is a {'.'.join(known)}, expected an xgrammar.CompiledGrammar, an llguidance.LLMatcher, an "
-        "outlines_core.Index, or an object with the methods `allowed`, `advance` and `fork`."
+        f"A grammar is a {name}, expected an xgrammar.CompiledGrammar, an llguidance.LLMatcher, an "
+        "outlines_core.Index, or an object with the methods `allowed`, `advance` and `fork`: compile a schema or a "
+        "pattern with one of these libraries first."
     )
 
 
@@ -64,13 +68,25 @@ def checked_mask(state: GrammarState, vocab_size: int) -> torch.Tensor | None:
     Raises:
         ValueError: If that is no mask of the target's vocabulary.
     """
-    allowed = state.allowed(vocab_size)
-    if allowed is not None and (allowed.dtype != torch.bool or allowed.shape != (vocab_size,)):
+    allowed: Any = state.allowed(vocab_size)
+    is_tensor = isinstance(allowed, torch.Tensor)
+    if allowed is not None and not (is_tensor and allowed.dtype == torch.bool and allowed.shape == (vocab_size,)):
+        given = f"{allowed.dtype} {list(allowed.shape)}" if is_tensor else f"the type {type(allowed).__name__}"
         raise ValueError(
-            f"A {type(state).__name__} allows tokens by a mask of {allowed.dtype} {list(allowed.shape)}, expected "
-            f"torch.bool [{vocab_size}], one for each token of the target."
+            f"A {type(state).__name__} allows tokens by a mask of {given}, expected torch.bool [{vocab_size}], one "
+            "for each token of the target, or None for all."
         )
-    return allowed
+    return cast("torch.Tensor | None", allowed)
+
+
+def check_beginning(state: GrammarState, vocab_size: int) -> None:
+    """Raise a `ValueError` if a text cannot begin in a state: if that has no mask, or allows nothing."""
+    allowed = checked_mask(state, vocab_size)
+    if allowed is not None and not bool(allowed.any()):
+        raise ValueError(
+            f"A {type(state).__name__} allows no token to begin with, expected at least one of the target's "
+            f"{vocab_size}: compile the grammar with the target's own tokenizer."
+        )
 
 
 def grammars_of(processor: object) -> list[Any] | None:
@@ -91,7 +107,7 @@ def grammars_of(processor: object) -> list[Any] | None:
 
 
 class IndexState:
-    """A state of an outlines-core `Index`: a number. The masks of visited ones are kept.
+    """A state of an outlines-core `Index`: a number. Forks share the masks of the states that were visited.
 
     Args:
         index: The index.
@@ -101,18 +117,20 @@ class IndexState:
         self.index, self.state = index, index.get_initial_state()
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
         self._likely: dict[int, int | None] = {}
-        self._few: dict[int, dict[int, int]] = {}
+        self._known_ways: dict[int, dict[int, int]] = {}
 
     def allowed(self, vocab_size: int) -> torch.Tensor:
         key = self.state, vocab_size
-        if key not in self._masks:
+        mask = self._masks.get(key)
+        if mask is None:  # another thread may keep one, too, or drop it
             tokens = self.index.get_allowed_tokens(self.state) or []
             check_vocabulary("an outlines_core.Index", 1 + max(tokens, default=0), vocab_size, has_fewer=True)
-            while len(self._masks) >= _KEPT_MASKS:
-                self._masks.pop(next(iter(self._masks)))
-            self._masks[key] = torch.zeros(vocab_size, dtype=torch.bool)
-            self._masks[key][torch.tensor(tokens, dtype=torch.long)] = True
-        return self._masks[key]
+            for oldest in list(self._masks)[: max(0, len(self._masks) + 1 - _MAX_MASKS)]:
+                self._masks.pop(oldest, None)
+            mask = torch.zeros(vocab_size, dtype=torch.bool)
+            mask[torch.tensor(tokens, dtype=torch.long)] = True
+            self._masks[key] = mask
+        return mask
 
     def advance(self, token: int) -> None:
         following = self.index.get_next_state(self.state, token)
@@ -124,14 +142,15 @@ class IndexState:
 
     def likely(self) -> list[int]:
         tokens, state = list[int](), self.state
-        while len(tokens) < _MOST_LIKELY and (token := self._likely_after(state)) is not None:
+        while len(tokens) < _MAX_AHEAD and (token := self._likely_after(state)) is not None:
             tokens.append(token)
             state = self._ways(state)[token]
         return tokens
 
     def _likely_after(self, state: int) -> int | None:
-        """Return the longest token of a state of which all others are the beginning: each leads to the states of the
-        longer ones, as tokens of different texts do not."""
+        """Return the longest of a state's tokens if all others are beginnings of it, so that one text alone may
+        follow; else `None`. An index does not know the texts of its tokens. But the state behind a beginning leads on
+        to the states behind the longer tokens, and a state behind another text does not."""
         if state not in self._likely:
             ways = self._ways(state)
             ahead = {token: self._ahead(end) for token, end in ways.items()}
@@ -141,9 +160,9 @@ class IndexState:
         return self._likely[state]
 
     def _ahead(self, state: int) -> set[int]:
-        """Return the states behind a state, as far as there are few ways on."""
+        """Return the states that may come after a state, as far as there are few ways on."""
         found, waiting = set[int](), [state]
-        while waiting and len(found) < _MOST_LIKELY:
+        while waiting and len(found) < _MAX_AHEAD:
             new = set(self._ways(waiting.pop()).values()) - found
             found |= new
             waiting += new
@@ -151,11 +170,11 @@ class IndexState:
 
     def _ways(self, state: int) -> dict[int, int]:
         """Return the states that a state's tokens lead to; none if there are many, or the text may end."""
-        if state not in self._few:
+        if state not in self._known_ways:
             tokens = self.index.get_allowed_tokens(state) or []
-            ends = {token: self.index.get_next_state(state, token) for token in tokens[: _FEW + 1]}
-            self._few[state] = {} if len(ends) > _FEW or None in ends.values() else ends
-        return self._few[state]
+            ends = {token: self.index.get_next_state(state, token) for token in tokens[: _MAX_WAYS + 1]}
+            self._known_ways[state] = {} if len(ends) > _MAX_WAYS or None in ends.values() else ends
+        return self._known_ways[state]
 
 
 class Step:
@@ -180,16 +199,18 @@ class MatcherState:
 
     def allowed(self, vocab_size: int) -> torch.Tensor:
         matcher = cast(Matcher, self._matcher)
-        matcher.go_to(self._step)
-        return matcher.allowed(vocab_size)
+        with matcher.lock:
+            matcher.go_to(self._step)
+            return matcher.allowed(vocab_size)
 
     def advance(self, token: int) -> None:
         self._step = Step(self._step, token)
 
     def likely(self) -> list[int]:
         matcher = cast(Matcher, self._matcher)
-        matcher.go_to(self._step)
-        return [] if matcher.has_ended() else matcher.likely()
+        with matcher.lock:
+            matcher.go_to(self._step)
+            return [] if matcher.has_ended() else matcher.likely()
 
     def fork(self) -> MatcherState:
         own = copy.copy(self)
@@ -198,10 +219,18 @@ class MatcherState:
 
 
 class Matcher:
-    """A library's matcher of one text. It goes from one path to another, and rolls back what they do not share."""
+    """A library's matcher of one text, which moves between the paths of its drafts: it takes tokens back to where two
+    paths part, and takes in the other one's.
+
+    Args:
+        matcher: The library's object, at the beginning of the text.
+
+    Attributes:
+        lock: Of who goes to a path and asks there: several threads may go on with one text.
+    """
 
     def __init__(self, matcher: Any) -> None:
-        self.matcher = matcher
+        self.matcher, self.lock = matcher, threading.Lock()
         self._steps: list[Step] = []  # where it is
         self._are_taken: list[bool] = []  # the end may be repeated, but is taken once
 
@@ -245,7 +274,7 @@ class Matcher:
 
 
 class XGrammarMatcher(Matcher):
-    """Of xgrammar.
+    """The place of one text in an xgrammar grammar.
 
     Args:
         grammar: A `CompiledGrammar`.
@@ -282,7 +311,7 @@ class XGrammarMatcher(Matcher):
 
 
 class LLGuidanceMatcher(Matcher):
-    """Of llguidance.
+    """The place of one text in an llguidance grammar.
 
     Args:
         matcher: An `LLMatcher`, which stays as it is.

@@ -36,6 +36,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from transformers.utils.hub import extract_commit_hash
 
 from ..decoding.request import Pair
+from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from ..drafters.parts.block_attention import FULL
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import (
     HubOptions,
@@ -290,6 +292,7 @@ def load_drafter(
     target: PreTrainedModel | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
+    sliding_window: int | None = None,
     **hub_kwargs: Unpack[HubOptions],
 ) -> SavedDrafter:
     """Load a drafter of any kind, in eval mode: ours, the one that a DeepSeek-V4 carries, or one in z-lab's,
@@ -302,12 +305,14 @@ def load_drafter(
         target: Its target, if it is loaded: the drafter has to fit it, `drafter.bind(target)` comes next.
         dtype: Of the weights, or its name; by default the target's, or the checkpoint's.
         device: By default that of the target's LM head, or the CPU.
+        sliding_window: How many tokens before the anchor a drafter of blocks is to see, for texts much longer than
+            those that it was trained on; by default what its configuration says.
         **hub_kwargs: Where it is: `subfolder`, and for the Hub `revision`, `token`, `cache_dir`, `local_files_only`,
             ... Of a repository with several drafters, each in a folder, only the one in `subfolder` is downloaded.
 
     Raises:
         ValueError: If it is no drafter, its tensors are not those of its configuration, naming them, or it does not
-            fit the target.
+            fit the target or can have no such window.
         OSError: If it cannot be found, is not in safetensors, or is damaged.
     """
     if target is not None:
@@ -320,6 +325,8 @@ def load_drafter(
     else:
         name, hub_kwargs = resolve_subfolder(name_or_path, hub_kwargs)
         found = check_drafter(name, **hub_kwargs)
+    if sliding_window is not None:
+        set_window(copy.deepcopy(found.config), sliding_window, found.name)  # before weights are loaded
     if target is not None:
         head = cast(torch.Tensor, target.get_output_embeddings().weight)
         dtype, device = dtype or target.dtype, device or (None if head.is_meta else head.device)
@@ -333,9 +340,26 @@ def load_drafter(
             drafter = found.kind.drafter.from_pretrained(
                 found.name, dtype=dtype or "auto", device_map={"": device or "cpu"}, **found.hub_kwargs
             )
+    if sliding_window is not None:
+        set_window(drafter.config, sliding_window, found.name)
     if target is not None:
         Pair.checked(target_of(target), drafter)
     return cast(SavedDrafter, drafter.to(device or "cpu"))
+
+
+def set_window(config: PreTrainedConfig | None, window: int, name: str | Path) -> None:
+    """Let all layers of a drafter see the last tokens alone, or raise a `ValueError` where they cannot."""
+    kinds = {*config.kinds} if isinstance(config, HyperDFlashConfig) else set()
+    if not isinstance(config, HyperDFlashConfig) or len(kinds) != 1:
+        seen = "layers that were trained with a window and without" if kinds else "no layers that can have a window"
+        raise ValueError(
+            f"`sliding_window` is {window!r}, but {name} has {seen}: leave it out, or load a drafter of blocks "
+            "whose layers are all alike."
+        )
+    if FULL in kinds and config.causal_layers == "sliding":
+        config.causal_layers = "none"  # as these were
+    config.layer_types, config.sliding_window = None, window
+    config.check()
 
 
 def check_device(device_map: str, option: str = "--device-map", spread: Collection[str] = _SPREAD) -> None:

@@ -64,10 +64,11 @@ class Round(dict[nn.Module, tuple[torch.Tensor, ...]]):
 
 class ResidualCapture:
     """The residual streams that one thread captures: one tensor per forward, of the layers that it asks for, in their
-    order. The first `max_forwards` are kept until somebody pops them."""
+    order. The first `max_forwards` are kept until somebody pops them; of each the `last` tokens, `None` for all."""
 
     def __init__(self, layer_ids: list[int], max_forwards: float = math.inf) -> None:
         self.layer_ids, self.max_forwards = layer_ids, max_forwards
+        self.last: int | None = None
         self.captured: list[torch.Tensor] = []  # [batch, seq, streams, config.hidden_size] of every forward
         self._outputs: dict[int, torch.Tensor] = {}  # of the forward that is running
 
@@ -76,6 +77,8 @@ class ResidualCapture:
         if layer not in self.layer_ids or len(self.captured) >= self.max_forwards:
             return
         residual = output[0] if isinstance(output, tuple) else output
+        if self.last is not None and self.last < residual.shape[1]:
+            residual = residual[:, -self.last :].clone()  # a view would keep all
         self._outputs[layer] = residual.unflatten(2, (streams, -1)) if residual.ndim == 3 else residual
         if layer == max(self.layer_ids):
             parts = [self._outputs[i].to(residual.device) for i in self.layer_ids]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hf_hyperdflash import PromptLookupDrafter, load_drafter, load_target
+from hf_hyperdflash import Eagle3Drafter, PromptLookupDrafter, load_drafter, load_target
 from hf_hyperdflash.benchmark.doctor import ablations
 from hf_hyperdflash.benchmark.doctor.ablations import (
     as_saved,
@@ -24,6 +24,7 @@ from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
 from hf_hyperdflash.training.adaptation.learner import Learner
 
 from ..conftest import MODELS, prompt, tiny_drafter, tiny_target
+from ..helpers.families import qwen3
 from ..helpers.tokenizers import characters
 
 
@@ -54,7 +55,10 @@ def test_copies_have_one_thing_changed():
     windowed = with_window(drafter)
     assert windowed.config.sliding_window == 256 and drafter.config.sliding_window is None
     assert windowed.new_context().window == 256 and drafter.new_context().window is None
+    assert with_window(tiny_drafter(target, sliding_window=1024)).new_context().window == 256
     assert with_window(tiny_drafter(target, sliding_window=8)) is None is with_window(PromptLookupDrafter(target))
+    mixed = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 512}
+    assert with_window(tiny_drafter(target, **mixed)) is None is with_window(Eagle3Drafter.from_target(qwen3()))
     assert as_saved(drafter) is None is as_saved(PromptLookupDrafter(target))
     assert as_saved(drafter.bfloat16()) is None  # it was never saved
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor, SuppressTokensLogitsProcessor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, SuppressTokensLogitsProcessor
 
 from hf_hyperdflash import AfterReasoning, GrammarProcessor, bind
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.grammars.processor import SPELLED, Place
+from hf_hyperdflash.grammars.states import Matcher, MatcherState, Step
 from hf_hyperdflash.targets.caches.name import CACHE
 
 from ..conftest import mostly_nightly, prompt, tiny_drafter
 from ..fuzz_trees import padded_on_the_left
 from ..helpers import families
 from ..helpers.enumerated_draws import every_outcome
-from ..helpers.grammars import Spelling, Table, a_word, random_table
+from ..helpers.grammars import Masking, Spelling, Table, a_word, random_table
 from ..helpers.tree_drafters import RandomChains, RandomTrees
 from .test_drafting import of_eight, plain, small_qwen3, with_head
 from .test_requests import letters
@@ -38,21 +43,6 @@ def written(target, ids, grammar, new=24, **options):
 
 
 # The text is that of plain decoding
-
-
-class Masking(LogitsProcessor):
-    """The same grammar without any of our code: it runs through each text from its beginning."""
-
-    def __init__(self, table, start):
-        self.table, self.start = table, start
-
-    def __call__(self, input_ids, scores):
-        for row, ids in enumerate(input_ids[:, self.start :].tolist()):
-            state = self.table.fork()
-            for token in ids:
-                state.advance(token)
-            scores[row, ~state.allowed(scores.shape[1])] = -torch.inf
-        return scores
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -259,6 +249,44 @@ def test_what_must_follow_is_known():
     assert behind.likely_tokens(9, [1]) == [(7, 1.0), (8, 1.0), (21, SPELLED)]
 
 
+# A library's matcher
+
+
+class Walker(Matcher):
+    """Its text is all that it knows, and a 1 ends it."""
+
+    def __init__(self):
+        super().__init__(self)
+        self.text, self.takes = [], 0
+
+    def rollback(self, count):
+        assert 0 < count <= len(self.text)
+        del self.text[-count:]
+
+    def has_ended(self):
+        return self.text[-1:] == [1]
+
+    def take(self, token):
+        self.text.append(token)
+        self.takes += 1
+        return True
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 3)), max_size=30), st.randoms(use_true_random=False))
+def test_a_matcher_takes_only_what_its_path_does_not_share_with_the_next(grown, chance):
+    """Of any two, and what follows an end never."""
+    steps, matcher = {(): None}, Walker()
+    for parent, token in grown:
+        path = sorted(steps)[parent % len(steps)]
+        steps.setdefault((*path, token), Step(steps[path], token))
+    for path in chance.choices(sorted(steps), k=20):
+        text, before, takes = [*path][: [*path, 1].index(1) + 1], matcher.text[:], matcher.takes
+        shared = next((k for k, (one, other) in enumerate(zip(text, before)) if one != other), len(before))
+        matcher.go_to(steps[path])
+        assert matcher.text == text and matcher.takes - takes == max(0, len(text) - shared)
+
+
 # Calls after calls
 
 
@@ -323,6 +351,71 @@ def test_what_is_kept_of_texts_does_not_grow():
             )  # fmt: skip
     gc.collect()
     assert sum(isinstance(each, Place) for each in gc.get_objects()) < 300
+
+
+def test_a_prompt_is_another_one_where_the_grammar_does_not_allow_its_last_token():
+    """As one that is an earlier prompt, or what was written after it, and one token more."""
+    target, ids, table = target_of(), prompt(9), random_table(1)
+    drafter = RandomChains(target, [], depth=9)
+    for assistant in (None, drafter):
+        processor = GrammarProcessor(table)
+        options = dict(logits_processor=[processor], assistant_model=assistant, max_new_tokens=9, **GREEDILY)
+        text = target.generate(ids, **options)
+        for before in (ids, text):
+            state = table.fork()
+            for token in before[0, 9:].tolist():
+                state.advance(token)
+            wrong = next(token for token in range(2, 64) if token not in table.moves[state.state])
+            longer = torch.cat([before, torch.tensor([[wrong]])], 1)
+            expected = target.generate(
+                longer, logits_processor=[Masking(table, longer.shape[1])], max_new_tokens=9, **GREEDILY
+            )
+            assert torch.equal(target.generate(longer, **options), expected)
+
+
+def test_texts_that_begin_alike_have_places_of_their_own():
+    """Else a library's matcher would go from one to the other and back with each token."""
+    processor, ids = GrammarProcessor(random_table(1)), torch.tensor([5, 6])
+    one, other = (processor.begin(ids, row, 2, 64) for row in range(2))
+    assert one.place is not other.place and one.place.state is not other.place.state
+
+
+class Slow(Matcher):
+    """Lets another thread run between going to a path and asking there."""
+
+    def __init__(self):
+        super().__init__(self)
+        self.path = []
+
+    def has_ended(self):
+        return False
+
+    def take(self, token):
+        self.path.append(token)
+        return True
+
+    def rollback(self, count):
+        del self.path[-count:]
+
+    def allowed(self, vocab_size):
+        time.sleep(0.02)
+        return torch.arange(vocab_size) == self.path[-1]
+
+
+def test_threads_that_go_on_with_one_text_do_not_move_each_others_matcher():
+    text = MatcherState(Slow).fork()
+    states = [text.fork() for _ in range(4)]
+    for token, state in enumerate(states):
+        state.advance(token)
+    with ThreadPoolExecutor(4) as pool:
+        masks = list(pool.map(lambda state: state.allowed(64), states))
+    assert [mask.nonzero().tolist() for mask in masks] == [[[token]] for token in range(4)]
+
+
+def test_a_grammar_without_a_way_on_is_named():
+    target, ids = target_of(), prompt(9)
+    with pytest.raises(ValueError, match=r"allows no token behind the token 21, .*`eos_token_id`"):
+        written(target, ids, Table([{20: 1}, {21: 2}, {}]), assistant_model=RandomChains(target, []))
 
 
 # Others beside it

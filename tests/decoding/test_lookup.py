@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import CompileConfig, LogitsProcessor
+from transformers import CompileConfig, GenerationConfig, LogitsProcessor
 
 from hf_hyperdflash import Lookup, PromptLookupDrafter, bind
 from hf_hyperdflash.auto.copies import PRECISION, CopyChances, KnownStats
@@ -180,7 +180,7 @@ def test_the_next_turn_goes_on_with_a_cache_and_a_context_that_are_whole(target)
 
 def test_two_threads_share_a_lookup(target):
     bind(target)
-    drafter, known, wrong = tiny_drafter(target), Lookup(), []
+    drafter, known, found = tiny_drafter(target), Lookup(), []
     drafter.bind(target)
     prompts = [prompt(9, seed=seed) for seed in range(2)]
     expected = [target.generate(ids, max_new_tokens=30, **GREEDY) for ids in prompts]
@@ -188,15 +188,14 @@ def test_two_threads_share_a_lookup(target):
     def write(number):
         for _ in range(3):
             out = target.generate(prompts[number], assistant_model=drafter, lookup=known, max_new_tokens=30, **GREEDY)
-            if not torch.equal(out, expected[number]):
-                wrong.append(number)
+            found.append(torch.equal(out, expected[number]))
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert found == [True] * 6
 
 
 # Law
@@ -293,6 +292,7 @@ def test_drawn_text_has_the_targets_law(way, is_alone, temperature):
         (3, "`lookup` is 3, expected True, False or a `Lookup`"),
         ("file.txt", "`lookup` is 'file.txt', expected True, False or a `Lookup`"),
         ([[1, 2]], r"`lookup` is \[\[1, 2\]\], expected True, False or a `Lookup`"),
+        (torch.ones(30), r"`lookup` is tensor\(\[1., 1., .*, expected True, False or a `Lookup`"),
         (Lookup(documents=[[1, 64]]), "has a text with the token 64, expected token ids from 0 to 63"),
     ],
 )
@@ -301,6 +301,15 @@ def test_a_wrong_lookup_is_refused_in_a_line(target, lookup, said):
     with pytest.raises(ValueError, match=said) as refused:
         target.generate(prompt(5), assistant_model=PromptLookupDrafter(target), lookup=lookup)
     assert "\n" not in str(refused.value)
+
+
+def test_a_configuration_may_have_one_which_all_calls_share(target):
+    bind(target)
+    drafter, known = NeverRight(target, torch.zeros(99, dtype=torch.long)), Lookup()
+    for _ in range(2):
+        config = GenerationConfig(max_new_tokens=50, lookup=known, **GREEDY)
+        target.generate(prompt(9), assistant_model=drafter, generation_config=config)
+    assert drafter.last_stats.known_accepted > 20
 
 
 def test_a_lookup_needs_a_drafter(target):

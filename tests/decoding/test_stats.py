@@ -135,3 +135,10 @@ def test_trees_are_kept_only_where_and_while_that_is_asked_for():
         assert kept()
         assert not elsewhere(kept)
     assert not kept()
+
+
+def test_a_line_has_the_first_positions_and_what_was_known():
+    stats = counted([(20, 20), (2, 0)])
+    stats.known_nodes, stats.known_accepted = 18, 17
+    assert f": {', '.join(['50'] * 16)}, …; copied or forced: 17 of 18" in str(stats)
+    assert str(counted([(2, 1)])).endswith("%: 100, 0")

@@ -71,8 +71,9 @@ def test_a_copy_goes_on_near_its_end_behind_what_is_most_alike(tokens, last, dat
 
 def test_texts_of_a_lookup_do_not_run_into_each_other():
     known = Lookup(documents=[[1, 2, 3], torch.tensor([[2, 3, 4, 5]])])
-    known.add(torch.tensor([9, 9]))
+    known.add(torch.tensor([8, 0, 9]))
     known.remember([3, 9, 6])
+    assert known.find([8, 0]).copy(5) == [9]
     assert known.find([2, 3]).copy(5) == [4, 5]  # after the first document nothing follows
     assert known.find([4, 5]) is None  # nor after the second one
     assert known.find([5, 9]).length == 1 and known.find([9, 3]).length == 1
@@ -100,12 +101,12 @@ def test_a_conversation_is_remembered_once():
 
 def test_old_requests_are_forgotten(monkeypatch):
     monkeypatch.setattr(lookup, "MEMORY", 200)
-    known = Lookup(documents=[[7000, 7001, 7002]])
-    for number in range(50):
-        known.remember(list(range(50 * number, 50 * number + 50)))
-    assert sum(len(index.tokens) for index in known._requests) <= 200 + 2 * 51
-    assert known.find([10, 11]) is None and known.find([49 * 50, 49 * 50 + 1]).copy(1) == [49 * 50 + 2]
-    assert known.find([7000, 7001]).copy(1) == [7002]
+    known, texts = Lookup(documents=[[7000, 7001, 7002]]), [list(range(10 * n, 10 * n + 10)) for n in range(60)]
+    for number, text in enumerate(texts, 1):  # of eleven tokens, with its end
+        known.remember(text)
+        are_kept = [known.find(each[:2]) is not None for each in texts[:number]]
+        assert are_kept == sorted(are_kept) and min(number, 100 // 11) <= sum(are_kept) <= 200 // 11 + 2
+        assert known.find([7000, 7001]).copy(1) == [7002]
 
 
 def test_several_threads_add_and_find():

@@ -230,6 +230,25 @@ def test_blocks_are_the_oracles_in_training_and_in_generation(target, window, fi
         torch.testing.assert_close(torch.stack(tree.q), logits.softmax(-1), atol=1e-6, rtol=1e-4)
 
 
+@torch.no_grad()
+def test_a_block_knows_distances_alone(target):
+    """So a window whose positions are clamped to those that the drafter was trained at is the window itself."""
+    drafter = tiny_drafter(target, sliding_window=5, num_hidden_layers=2)
+    seen, ids, residual = target_of(target), prompt(900), torch.randn(1, 899, 4, 32)
+    sampler, drawn = DraftSampler(LogitsProcessorList(), do_sample=True), []
+    for positions in (torch.arange(900)[None], (torch.arange(900)[None] - 894).clamp(min=0)):
+        context = drafter.new_context()
+        drafter.extend(seen, context, residual, positions[:, :-1], ids[:, 1:])
+        (tree,) = drafter.draft(seen, [DraftRequest(context, ids, positions, 6, sampler)])
+        drawn.append(torch.stack(tree.q))
+    assert positions[0, -1] == 5
+    torch.testing.assert_close(*drawn, atol=1e-5, rtol=1e-3)
+    context = drafter.new_context()  # which tells other distances apart
+    drafter.extend(seen, context, residual, positions[:, :-1] // 2, ids[:, 1:])
+    (tree,) = drafter.draft(seen, [DraftRequest(context, ids, positions, 6, sampler)])
+    assert (torch.stack(tree.q) - drawn[0]).abs().max() > 1e-4
+
+
 # Sequential heads
 
 

@@ -256,3 +256,13 @@ def test_tokens_that_can_be_drafted_are_scored_alone_where_that_is_the_same(proc
     assert (found.vocabulary is None) is is_whole
     expected = processor(ids.expand(5, -1), step.whole().logits)
     assert_close(found.over_all_tokens(found.logits.softmax(-1)), expected.softmax(-1))
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_a_text_without_paths_has_no_scores(name):
+    """As one of a batch whose tree is complete, while others' go on."""
+    sampler = DraftSampler(LogitsProcessorList([getattr(stock, name)(*STATELESS[name])]), False)
+    scores = sampler.scored_after(
+        prompt(6, vocab_size=VOCAB), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, VOCAB)
+    )
+    assert scores.shape == (0, VOCAB)

@@ -6,6 +6,7 @@ import copy
 import random
 
 import torch
+from transformers import LogitsProcessor
 
 
 class Table:
@@ -37,6 +38,27 @@ class Table:
                 return False
             state = self.moves[state][token]
         return True
+
+
+class Masking(LogitsProcessor):
+    """A table as plain decoding has it, without any of our code: it runs through each text from its beginning.
+
+    Args:
+        table: The table.
+        start: Where the texts begin, behind their prompts.
+    """
+
+    def __init__(self, table: Table, start: int) -> None:
+        self.table, self.start = table, start
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        for row, ids in enumerate(input_ids[:, self.start :].tolist()):
+            if self.table.allows(ids):  # else it has ended, and has padding
+                state = self.table.fork()
+                for token in ids:
+                    state.advance(token)
+                scores[row, ~state.allowed(scores.shape[1])] = -torch.inf
+        return scores
 
 
 def random_table(seed: int, states: int = 9, most: int = 8, vocab_size: int = 64, forced: float = 0.3) -> Table:

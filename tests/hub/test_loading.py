@@ -76,6 +76,38 @@ def test_any_drafter_is_loaded_by_its_name_where_and_as_what_it_is_asked_for(tmp
     assert load_drafter(folder, target=None if kind in FORMATS else target.to("meta")).device.type == "cpu"
 
 
+@pytest.mark.parametrize("kind", [*KINDS, *UNROLLED])
+def test_a_drafter_of_blocks_is_loaded_with_a_window_of_ones_own(tmp_path, kind):
+    target, drafter = written(kind, tmp_path / "own")
+    if kind in ("HyperDFlash", *FORMATS):
+        loaded = load_drafter(tmp_path / "own", target=target, sliding_window=9)
+        assert_same(loaded, drafter)
+        loaded.save_pretrained(tmp_path / "again")
+        for each in (loaded, load_drafter(tmp_path / "again")):
+            assert each.new_context().window == 9 and each.config.kinds == ["sliding_attention"] * 2
+    (tmp_path / "own" / "model.safetensors").write_bytes(b"no weights")
+    if kind in ("HyperDFlash", *FORMATS):
+        Refusal(load_drafter, ("`sliding_window`", "'9'", "integer")).check(tmp_path / "own", sliding_window="9")
+        Refusal(load_drafter, ("`sliding_window`", "0", "at least 1")).check(tmp_path / "own", sliding_window=0)
+    else:
+        Refusal(load_drafter, ("`sliding_window`", "9", "own")).check(tmp_path / "own", sliding_window=9)
+
+
+def test_layers_of_two_kinds_keep_their_windows(tmp_path):
+    mixed = {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2, "sliding_window": 5}
+    tiny_drafter(qwen3(), **mixed).save_pretrained(tmp_path / "mixed")
+    Refusal(load_drafter, ("`sliding_window`", "9", "with a window and without")).check(
+        tmp_path / "mixed", sliding_window=9
+    )
+    full = {"layer_types": ["full_attention"] * 2, "causal_layers": "sliding", "sliding_window": 5}
+    tiny_drafter(qwen3(), **full).save_pretrained(tmp_path / "full")
+    assert load_drafter(tmp_path / "full", sliding_window=9).config.attention_span("sliding_attention") == (
+        9,
+        False,
+        False,
+    )
+
+
 @pytest.mark.parametrize("kind, shapes", [("MTP", mtp_shapes), ("DSpark", dspark_shapes)])
 @pytest.mark.parametrize("writing", [write, write_shards])
 def test_a_deepseek_v4_has_its_own(tmp_path, kind, shapes, writing):

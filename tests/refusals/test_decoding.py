@@ -162,7 +162,8 @@ BEFORE = {
     "a conversation of two texts": Refusal(talked(rows=2), ("[2, 9]", "[1, tokens]", "`Conversation` for each")),
     "of several answers": Refusal(talked(num_return_sequences=3, do_sample=True), ("[1, 9]", "3 texts")),
     "of nothing": Refusal(talked(length=0), ("[1, 0]", "[1, tokens]")),
-    "of no tensor": Refusal(talked(inputs=[[1, 2]]), ("no tensor", "[1, tokens]")),
+    "of no tensor": Refusal(talked(inputs=[[1, 2]]), ("a list", "no tensor", "[1, tokens]", "apply_chat_template")),
+    "of a list as mask": Refusal(talked(attention_mask=[[1] * 9]), ("`attention_mask`", "a list", "Leave it out")),
     "of padding": Refusal(talked(attention_mask=torch.arange(9)[None].clamp(max=1)), ("`attention_mask`", "padding")),
     "of a longer mask": Refusal(talked(attention_mask=ones(1, 12)), ("`attention_mask`", "Leave it out")),
     "of positions": Refusal(talked(position_ids=torch.arange(9)[None]), ("`position_ids`", "token ids")),
@@ -178,6 +179,9 @@ BEFORE = {
                                         (f"`max_copies` is {copies!r}", WHOLE)) for copies in (-1, 2.0, None)},
     "with another's drafter": Refusal(lambda: Conversation(bound(families.qwen3), tiny_drafter(tiny_target())),
                                       ("hidden_size",)),
+    "with a drafter's name": Refusal(lambda: Conversation(bound(families.qwen3), "org/one"),
+                                     ("'org/one'", "load_drafter")),
+    "with two targets": Refusal(lambda: Conversation(*[bound(families.qwen3)] * 2), ("Qwen3ForCausalLM", "a drafter")),
 }  # fmt: skip
 
 

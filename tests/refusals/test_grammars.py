@@ -20,6 +20,16 @@ class Narrow(Table):
         return torch.ones(50, dtype=torch.bool)
 
 
+class Listed(Table):
+    def allowed(self, vocab_size):
+        return list(self.moves[self.state])
+
+
+class Lost(Table):
+    def fork(self):
+        return None
+
+
 class Scores(Table):
     def allowed(self, vocab_size):
         return torch.zeros(vocab_size)
@@ -82,15 +92,38 @@ REFUSED = {
                              ("4 grammars for 2 prompts",)),
     "without a drafter": Refusal(call([TABLE, TABLE], 4, assistant_model=None), ("2 grammars for 4 prompts",)),
     "written one by one": Refusal(call([TABLE, TABLE], 4, V4), ("2 grammars for 4 prompts",)),
+    "a processor alone": Refusal(asked(logits_processor=GrammarProcessor(TABLE)), ("a GrammarProcessor", "a list")),
+    **{f"{type(each).__name__} alone, {plain}": Refusal(
+        asked(logits_processor=[each], **({"assistant_model": None} if plain else {})),
+        (type(each).__name__, "[GrammarProcessor(grammar)]"))
+       for each in (TABLE, AfterReasoning(TABLE, 5)) for plain in (False, True)},
     "no grammar": Refusal(lambda: GrammarProcessor([]), ("empty list", "one for all")),
     "a schema": Refusal(lambda: GrammarProcessor({"type": "object"}), ("dict", "CompiledGrammar", "LLMatcher",
-                                                                        "Index", "`allowed`")),
+                                                                        "Index", "`allowed`", "compile")),
     "another vocabulary": Refusal(call(Narrow([{}])), ("Narrow", "[50]", "[64]")),
     "scores": Refusal(call(Scores([{}])), ("Scores", "torch.float32 [64]", "torch.bool [64]")),
     "another vocabulary behind": Refusal(call(AfterReasoning(Narrow([{}]), 5)), ("Narrow", "[50]", "[64]")),
     "an end beyond": Refusal(call(AfterReasoning(TABLE, 64)), ("the token 64", "64")),
     "a text without tokenizer": Refusal(lambda: AfterReasoning(TABLE, "</think>"), ("'</think>'", "`tokenizer`")),
     "no end": Refusal(lambda: AfterReasoning(TABLE, []), ("`end` is []", "token's id")),
+    **{f"an end of {each!r}": Refusal(lambda each=each: AfterReasoning(TABLE, each),
+                                      (f"`end` is {each!r}", "token's id"))
+       for each in (None, True, -1, 5.0, [5.0], ["</think>"], [3, -2], b"</think>")},
+    **{f"the tokenizer {each!r}": Refusal(lambda each=each: AfterReasoning(TABLE, "</think>", each),
+                                          (f"`tokenizer` a {type(each).__name__}", "the target's tokenizer"))
+       for each in ("gpt2", 200)},
+    "a list of tokens": Refusal(call(Listed([{5: 0}])), ("Listed", "type list", "torch.bool [64]")),
+    "a class": Refusal(lambda: GrammarProcessor(Table), ("type", "CompiledGrammar")),
+    "no fork": Refusal(call(Lost([{5: 0}])), ("NoneType", "`fork`")),
+    "nothing to begin with": Refusal(call(Table([{}])), ("Table", "no token to begin with", "64")),
+    "nothing behind": Refusal(call(AfterReasoning(Table([{}]), 5)), ("Table", "no token to begin with")),
+    "nothing, without a drafter": Refusal(call(Table([{}]), assistant_model=None), ("no token to begin with",)),
+    "no list": Refusal(asked(logits_processor=GrammarProcessor(TABLE)), ("a GrammarProcessor", "a list")),
+    "no list, without a drafter": Refusal(asked(logits_processor=GrammarProcessor(TABLE), assistant_model=None),
+                                          ("a GrammarProcessor", "a list")),
+    "a grammar itself": Refusal(asked(logits_processor=[TABLE]),
+                                ("`logits_processor[0]`", "a Table", "GrammarProcessor(")),
+    "a processor's class": Refusal(asked(logits_processor=[GrammarProcessor]), ("the class GrammarProcessor",)),
     **{f"a budget of {each!r}": Refusal(lambda each=each: AfterReasoning(TABLE, 5, budget=each),
                                         (f"`budget` is {each!r}", "whole number")) for each in (-1, 2.5, "9", True)},
     "xgrammar's other vocabulary": Refusal(call(xgrammar(32)), ("xgrammar", "32 tokens", "64")),

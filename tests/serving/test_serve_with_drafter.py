@@ -1,6 +1,7 @@
 """The conversations of `examples/serve_with_drafter.py`, without the server: `tools/check_programs.py` runs that."""
 
 import importlib.util
+import json
 import sys
 import threading
 import types
@@ -10,7 +11,9 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from ..conftest import prompt, tiny_drafter, tiny_target
+from hf_hyperdflash import load_drafter, load_target, load_tokenizer
+
+from ..conftest import MODELS, prompt, tiny_drafter, tiny_target
 
 PATH = Path(__file__).parents[2] / "examples" / "serve_with_drafter.py"
 GREEDY = GenerationConfig(do_sample=False, max_new_tokens=20)
@@ -19,13 +22,15 @@ GREEDY = GenerationConfig(do_sample=False, max_new_tokens=20)
 @pytest.fixture
 def served(monkeypatch):
     """The example, the target with its own `generate`, and one that answers with conversations."""
-    monkeypatch.setitem(sys.modules, "transformers.cli.serve", types.SimpleNamespace(Serve=None))
+    monkeypatch.setitem(sys.modules, "transformers.cli.serve", types.SimpleNamespace(Serve=object))
     spec = importlib.util.spec_from_file_location("serve_with_drafter", PATH)
     example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "serve_with_drafter", example)
     spec.loader.exec_module(example)
     target = tiny_target(hidden_size=64)
-    tiny_drafter(target).bind(target, as_default=True)
-    return target, example.Conversations(target, 2)
+    drafter = tiny_drafter(target)
+    drafter.bind(target, as_default=True)
+    return target, example.Conversations(target, drafter, 2)
 
 
 def answered(target, conversations, ids, config=GREEDY, **options):
@@ -110,3 +115,85 @@ def test_what_a_conversation_does_not_do_goes_the_usual_way(served):
         target.generate(input_ids=prompt(9), generation_config=config, **options)
     answered(target, conversations, prompt(9).repeat(2, 1))
     assert not conversations.free
+
+
+# Formats
+
+
+class Handler:
+    """What transformers' handlers have of their own."""
+
+    _unused_fields = frozenset({"response_format", "text", "n"})
+
+    def _build_generation_config(self, body, model_generation_config, use_cb=False):
+        return GenerationConfig(do_sample=False, max_new_tokens=body["max_tokens"], eos_token_id=1)
+
+
+class HTTPException(Exception):
+    def __init__(self, status_code, detail):
+        super().__init__(f"{status_code}: {detail}")
+
+
+@pytest.fixture
+def formatted(served, monkeypatch):
+    """Answers of the shipped target to a question, with the fields of a request."""
+    pytest.importorskip("xgrammar")
+    monkeypatch.setitem(sys.modules, "fastapi", types.SimpleNamespace(HTTPException=HTTPException))
+    name = MODELS / "tiny-deepseek-v4"
+    target, tokenizer = load_target(name, dtype="float32"), load_tokenizer(name)
+    drafter = load_drafter(f"{name}-hyperdflash", target=target)
+    drafter.bind(target, as_default=True)
+    example, handler = sys.modules[type(served[1]).__module__], Handler()
+    example.Formats(tokenizer, target.config.vocab_size).read_for(handler)
+    assert handler._unused_fields == {"n"} and Handler._unused_fields > {"n"}
+
+    def answer(question, options=(2,), **fields):
+        example.Conversations(target, drafter, *options)
+        config = handler._build_generation_config({"max_tokens": 40, **fields}, target.generation_config)
+        ids = tokenizer(question, return_tensors="pt").input_ids
+        try:
+            out = target.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, tokenizer=tokenizer
+            )
+        finally:
+            vars(target).pop("generate")
+        return tokenizer.decode(out[0, ids.shape[1] :]).removesuffix(tokenizer.eos_token)
+
+    return answer
+
+
+SCHEMA = {"type": "object", "properties": {"left": {"enum": [7, 8]}}, "required": ["left"]}
+OF_CHAT = {"type": "json_schema", "json_schema": {"name": "marbles", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize("number", [2, 0])
+def test_an_answer_has_its_format(formatted, number):
+    question = "Tom has 12 marbles and gives 5 away. How many are left?"
+    plain = formatted(question, (number,))
+    assert formatted(question, (number,), response_format={"type": "text"}) == plain
+    of_response = {"format": {"type": "json_schema", "name": "marbles", "schema": SCHEMA}}
+    for fields in ({"response_format": OF_CHAT}, {"text": of_response}):
+        assert json.loads(formatted(question, (number,), **fields))["left"] in (7, 8)
+    assert formatted(question, (number,), response_format={"type": "json_object"}).startswith("{")
+
+
+def test_a_format_begins_behind_the_reasoning(formatted):
+    question, end = "Tom has 12 marbles. The total number of", "</think>"
+    assert end not in formatted(question, (2, end))
+    assert formatted(question, (2, end, 4)).count(end) == 1
+    reasoning, _, answer = formatted(question, (2, end, 4), response_format=OF_CHAT).partition(end)
+    assert reasoning and json.loads(answer)["left"] in (7, 8)
+    assert formatted(question + end, (2, end, 4), response_format=OF_CHAT).startswith('{"left": ')
+
+
+@pytest.mark.parametrize("wrong, words", [
+    ("json", ("'json'", "an object")), ({"type": "xml"}, ("'xml'", "'json_schema'")),
+    ({"type": "json_schema"}, ("lacks 'schema'",)),
+    ({"type": "json_schema", "schema": {"type": "objct"}}, ("objct",)),
+])  # fmt: skip
+def test_a_format_that_cannot_be_kept_is_refused(formatted, wrong, words):
+    with pytest.raises(HTTPException) as refused:
+        formatted("Why?", response_format=wrong)
+    message = str(refused.value)
+    assert message.startswith("400: ") and "\n" not in message and ".cc" not in message
+    assert all(word in message for word in words), message

@@ -13,43 +13,47 @@ from ..conftest import prompt
 from ..helpers.families import made
 from ..helpers.live_memory import LiveMemory
 
-GROUPS, KEYS = 3, 4000
+GROUPS, HEADS, KEYS = 2, 3, 3000
 
 
 def states(count, batch=2):
     torch.manual_seed(0)
-    query = torch.randn(batch, 2 * GROUPS, count, 32)
-    key, value = (torch.randn(batch, 2, KEYS, 32) for _ in range(2))
+    query = torch.randn(batch, HEADS * GROUPS, count, 32)
+    key, value = (torch.randn(batch, HEADS, KEYS, 32) for _ in range(2))
     visible = torch.rand(batch, 1, count, KEYS) < 0.5
     return SimpleNamespace(num_key_value_groups=GROUPS), query, key, value, visible
 
 
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("is_masked", [True, False])
-def test_it_computes_what_sdpa_does(count, is_masked):
+@pytest.mark.parametrize("is_causal", [True, False, None])
+def test_it_computes_what_sdpa_does(count, is_masked, is_causal):
     module, query, key, value, mask = states(count)
-    inputs = module, query, key, value, mask if is_masked else None
-    own, weights = attend(*inputs, scaling=0.2, is_causal=False)
-    assert weights is None and own.shape == (2, count, 2 * GROUPS, 32) and own.is_contiguous()
-    torch.testing.assert_close(own, sdpa_attention_forward(*inputs, scaling=0.2, is_causal=False)[0])
+    inputs, options = (module, query, key, value, mask if is_masked else None), dict(scaling=0.2, is_causal=is_causal)
+    own, weights = attend(*inputs, **options)
+    assert weights is None and own.shape == (2, count, HEADS * GROUPS, 32) and own.is_contiguous()
+    torch.testing.assert_close(own, sdpa_attention_forward(*inputs, **options)[0])
 
 
 def test_other_arguments_of_scores_are_left_to_sdpa():
     module, query, key, value, mask = states(5)
-    bias = torch.randn(1, 2 * GROUPS, 5, KEYS)
+    bias = torch.randn(1, HEADS * GROUPS, 5, KEYS)
     inputs = module, query, key, value, mask
     own = attend(*inputs, scaling=0.2, position_bias=bias)[0]
     torch.testing.assert_close(own, sdpa_attention_forward(*inputs, scaling=0.2, position_bias=bias)[0])
 
 
-def test_no_key_is_copied():
-    inputs = states(5)
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_no_key_is_copied(is_masked):
+    *inputs, mask = states(2)
+    given = dict(attention_mask=mask if is_masked else None, scaling=0.2, is_causal=False)
     with LiveMemory() as memory:
-        attend(*inputs, scaling=0.2)
+        attend(*inputs, **given)
     assert memory.peak < inputs[2].nbytes
-    with LiveMemory() as memory:
-        sdpa_attention_forward(*inputs, scaling=0.2)
-    assert memory.peak > 2 * GROUPS * inputs[2].nbytes
+    if is_masked:
+        with LiveMemory() as memory:
+            sdpa_attention_forward(*inputs, **given)
+        assert memory.peak > 2 * GROUPS * inputs[2].nbytes
 
 
 class Stopped(Exception):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...decoding.stats import SpeculationStats
 from ...drafters.base import Drafter
-from ...hub.loading import load_drafter
+from ...hub.loading import load_drafter, set_window
 from ...training.adaptation.learner import AdaptationConfig, Learner, ReplayBuffer, Sample
 from ...training.data.encoding import encode_prompts
 from ...training.losses.objective import compute_residual
@@ -199,12 +199,15 @@ def compare(cause: str, name: str, before: np.ndarray, after: np.ndarray) -> Cha
 
 
 def with_window(drafter: Drafter) -> Drafter | None:
-    """Return a copy of a drafter that sees the last tokens alone; `None` if it has such a window, or can have none."""
-    config = drafter.config
-    if getattr(config, "sliding_window", 0) is not None or getattr(config, "layer_types", None):
+    """Return a copy of a drafter that sees the last tokens alone; `None` if it sees no more, or can have no window."""
+    if (getattr(drafter.config, "sliding_window", None) or _WINDOW + 1) <= _WINDOW:
+        return None
+    try:
+        set_window(copy.deepcopy(drafter.config), _WINDOW, "the drafter")
+    except ValueError:
         return None
     changed = copy.deepcopy(drafter)
-    changed.config.sliding_window = _WINDOW
+    set_window(changed.config, _WINDOW, "the drafter")
     return changed
 
 
@@ -251,7 +254,7 @@ _MEANINGS = {
     ),
     "position": (
         "In long texts a drafter that sees the last {window} tokens alone has {}: it was trained on shorter "
-        "ones. Set `sliding_window` to {window} in its `config.json`, or train it on with rows of your length "
+        "ones. Load it with `load_drafter(..., sliding_window={window})`, or train it on with rows of your length "
         "(`--max_length`)."
     ),
     "drafter dtype": (

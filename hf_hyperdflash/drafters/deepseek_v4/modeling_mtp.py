@@ -38,20 +38,20 @@ class MTPContext:
     shallow copy can run ahead, and the original stays as it is.
 
     Args:
-        sliding_window: `config.sliding_window`; a query sees itself and `sliding_window - 1` keys before it.
+        window: `config.sliding_window`; a query sees itself and `window - 1` keys before it.
     """
 
-    def __init__(self, sliding_window: int) -> None:
-        self.sliding_window = sliding_window
+    def __init__(self, window: int) -> None:
+        self.window = window
         self.end = 0  # the number of tokens of the sequence that were added
-        self.keys: torch.Tensor | None = None  # [sequences, 1, at most sliding_window - 1, config.head_dim]
+        self.keys: torch.Tensor | None = None  # [sequences, 1, at most window - 1, config.head_dim]
         self.padding: torch.Tensor | None = None  # columns of keys before each sequence's own, [sequences]
         self.streams: torch.Tensor | None = None  # [1, 1, config.hc_mult, config.hidden_size]
 
     @classmethod
     def joined(cls, contexts: Sequence[MTPContext]) -> MTPContext:
         """Return one with a sequence for each of several contexts, to run ahead of them."""
-        joined = cls(contexts[0].sliding_window)
+        joined = cls(contexts[0].window)
         counts = [len(context) for context in contexts]
         parts = [cast(torch.Tensor, context.keys) for context in contexts]
         if min(counts) < max(counts):
@@ -87,7 +87,7 @@ class MTPContext:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys `[sequences, 1, new, config.head_dim]`, which are the values, too, and return all keys."""
         full = key_states if self.keys is None else torch.cat([self.keys, key_states], dim=2)
-        left = max(full.shape[2] - (self.sliding_window - 1), 0)
+        left = max(full.shape[2] - (self.window - 1), 0)
         self.keys = full[:, :, left:]
         if self.padding is not None:
             self.padding = (self.padding - left).clamp(min=0)

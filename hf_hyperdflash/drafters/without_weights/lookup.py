@@ -134,11 +134,14 @@ class Lookup:
         self._largest = -1
         if isinstance(documents, (str, bytes)) or not isinstance(documents, Iterable):
             raise ValueError(
-                f"`documents` is {_shortened(documents)}, expected a list with the token ids of each: pass "
+                f"`documents` is {shortened(documents)}, expected a list with the token ids of each: pass "
                 "`[tokenizer(text).input_ids for text in texts]`."
             )
         for number, document in enumerate(documents):
             self._add(document, f"`documents[{number}]`")
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Lookup:
+        return self  # of a generation configuration, which transformers copies for each call
 
     def add(self, document: Sequence[int] | torch.Tensor) -> None:
         """Add a document, its token ids.
@@ -150,11 +153,11 @@ class Lookup:
 
     def _add(self, document: Sequence[int] | torch.Tensor, name: str) -> None:
         ids: object = document
-        if isinstance(document, torch.Tensor):
+        if isinstance(document, torch.Tensor) and not document.is_meta:
             ids = (document[0] if document.ndim == 2 and len(document) == 1 else document).tolist()
         if not isinstance(ids, (list, tuple)) or not all(type(token) is int and token >= 0 for token in ids):
             raise ValueError(
-                f"{name} is {_shortened(document)}, expected a list of token ids: pass `tokenizer(text).input_ids`."
+                f"{name} is {shortened(document)}, expected a list of token ids: pass `tokenizer(text).input_ids`."
             )
         with self._lock:
             self._largest = max(self._largest, max(ids, default=-1))
@@ -195,6 +198,7 @@ class Lookup:
         return max(matches, key=lambda match: match.length, default=None)
 
 
-def _shortened(value: object) -> str:
+def shortened(value: object) -> str:
+    """Return a value as the start of one line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -25,7 +25,7 @@ from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
 from ..targets.compiled import CompiledForwards, CompiledGraphs
 from ..targets.fused import Fusion
-from ..targets.hooks import ResidualCapture, ResidualTap, count_forwards
+from ..targets.hooks import ResidualCapture, ResidualTap, Round, count_forwards
 from ..targets.registry import is_bound, is_drafter, target_of
 from ..targets.target import Target, stop_recording
 from ..version import __version__
@@ -89,16 +89,16 @@ class Binding:
         return CompiledForwards(options, self._graphs.setdefault(key, CompiledGraphs()))
 
     @contextmanager
-    def capturing_forward(self, capture: ResidualCapture, is_round: bool = False) -> Iterator[None]:
+    def capturing_forward(self, capture: ResidualCapture, round_: Round | None = None) -> Iterator[None]:
         """Run one forward of ours inside: what others run on the target, logits processors for example, is not seen.
 
         Args:
             capture: Of `residual.new_capture`, to which the forward adds its residual streams.
-            is_round: Whether it verifies drafts, of consecutive positions, or runs a prompt.
+            round_: It, if it verifies drafts, of consecutive positions; `None` if it runs a prompt.
         """
         ends = [self.residual.captures.add(capture)]
-        if is_round:
-            ends.append(self.target.rounds.add({}))
+        if round_ is not None:
+            ends.append(self.target.rounds.add(round_))
         try:
             yield
         finally:

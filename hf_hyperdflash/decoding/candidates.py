@@ -14,6 +14,7 @@ from transformers.utils.generic import ModelOutput
 from ..drafters.sampling import DraftRequest, DraftSampler
 from ..targets.caches.name import CACHE
 from ..targets.caches.seen_keys import CachedText
+from ..targets.hooks import Round
 from .request import Pair
 
 
@@ -79,7 +80,7 @@ class DraftCandidateGenerator(CandidateGenerator):
             self._capture.captured.clear()
             return input_ids, None
         if not self.context.end:  # the prompt's forward is over
-            weakref.finalize(self, self.pair.target.rounds.add({}))
+            weakref.finalize(self, self.pair.target.rounds.add(Round(shows_attention=True)))  # to whom it likes
         # True positions, below 0 for padding on the left.
         mask = (model_kwargs or {}).get("attention_mask")
         counted = torch.ones_like(input_ids) if mask is None else mask[:, : input_ids.shape[1]]

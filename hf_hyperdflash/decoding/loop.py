@@ -22,11 +22,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..auto.policies import MAX_AUTO_NODES, BatchPolicy, ChainPolicy, FixedPolicy, Outcome, TreePolicy
 from ..drafters.base import AUTO
 from ..drafters.parts.context import DraftContext
+from ..targets.caches.growing import let_keys_grow
 from ..targets.caches.name import CACHE, cache_of
 from ..targets.caches.round_cache import RoundForward, is_of_plain_layers
 from ..targets.caches.seen_keys import CachedText
 from ..targets.compiled import CompiledForwards, compile_options
-from ..targets.hooks import OPEN_FORWARDS, is_between_writes
+from ..targets.hooks import OPEN_FORWARDS, Round, is_between_writes
 from ..targets.target import TargetOutput, TreeVerification, stop_recording
 from ..trees.tree import DraftTree
 from .outputs import generate_output
@@ -122,7 +123,8 @@ def run_round(batch: Batch) -> None:
     texts = [sequence.tokens for sequence in sequences]
     round_ = round_over(batch.target, batch.verification, texts, trees, round_forward)
     verifying_began = now()
-    with batch.interruptible(round_), batch.binding.capturing_forward(batch.capture, is_round=True):
+    forward = Round(shows_attention=bool(sequences[0].config.output_attentions))
+    with batch.interruptible(round_), batch.binding.capturing_forward(batch.capture, forward):
         outputs = round_.forward(batch.kwargs())
     verify_seconds = (now() - verifying_began) / len(sequences)
 
@@ -303,6 +305,7 @@ class Batch:
             )
             self.verification = "mask"
         else:
+            let_keys_grow(self.cache)
             self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
             self.cache.crop(0)  # which trims stock layers to their window
             self.verification = self.target.tree_verification

@@ -11,6 +11,7 @@ forward looks like.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +21,15 @@ from transformers.cache_utils import DynamicLayer
 
 from ..targets.caches.name import CACHE
 from ..targets.caches.round_cache import RoundForward, RoundLayer
-from ..targets.target import RewindableCache, Target, TargetOutput, TreeVerification, attention_mask_for
+from ..targets.shared_heads import attention_of_rounds
+from ..targets.target import (
+    VERIFICATION,
+    RewindableCache,
+    Target,
+    TargetOutput,
+    TreeVerification,
+    attention_mask_for,
+)
 from ..trees.tree import DraftTree, TreeLayout
 
 
@@ -166,7 +175,9 @@ class ChainRound:
         Args:
             kwargs: The arguments that are the same in every round, with the cache.
         """
-        return cast(Any, self.target.model)(**self.inputs(kwargs), return_dict=True)
+        is_known = self.target.config.model_type in VERIFICATION  # others may read the name of their attention
+        with attention_of_rounds(self.target.config) if is_known else nullcontext():
+            return cast(Any, self.target.model)(**self.inputs(kwargs), return_dict=True)
 
     def inputs(self, kwargs: dict[str, object]) -> dict[str, object]:
         """Return the arguments of the target's forward.
@@ -386,7 +397,10 @@ class ForkedRound(ChainRound):
             else value
             for name, value in kwargs.items()
         }
-        ids = torch.cat([text.unpadded.expand(copies, -1), drafts], dim=1)
+        # Remote code may read the ids of the whole text, from which transformers takes those of the forward.
+        is_stock = type(self.target.model).__module__.startswith("transformers.")
+        before = text.unpadded[:, -1:] if is_stock else text.unpadded
+        ids = torch.cat([before.expand(copies, -1), drafts], dim=1)
         return self._prepare(ids, self.length, {**others, **own})
 
     def logits(self, outputs: TargetOutput, index: int) -> torch.Tensor:

@@ -50,6 +50,18 @@ class PerThread(dict[int, tuple[T, ...]]):
         return remove
 
 
+class Round(dict[nn.Module, tuple[torch.Tensor, ...]]):
+    """A forward that verifies drafts, with what modules have computed for each other in it.
+
+    Attributes:
+        shows_attention: Whether the caller gets its attention weights, so that it must read all keys.
+    """
+
+    def __init__(self, shows_attention: bool) -> None:
+        super().__init__()
+        self.shows_attention = shows_attention
+
+
 class ResidualCapture:
     """The residual streams that one thread captures: one tensor per forward, of the layers that it asks for, in their
     order. The first `max_forwards` are kept until somebody pops them; of each the `last` tokens, `None` for all."""

@@ -21,6 +21,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 from ..trees.tree import TreeLayout
 from .caches.deepseek_v4 import (
     DEFAULT_MAX_REWIND,
+    RewindableCSACacheLayer,
     RewindableHCACacheLayer,
     RewindableSlidingCacheLayer,
     make_rewindable,
@@ -131,6 +132,12 @@ class DeepseekV4(HyperConnected):
         layers = getattr(cache, "layers", ())
         if self.config.model_type == "deepseek_v4" or any(isinstance(layer, DeepseekV4HCACache) for layer in layers):
             make_rewindable(cache, max(DEFAULT_MAX_REWIND, num_drafts + 1))
+            for layer, cached in zip(self.layers, layers) if self.tree_verification == "cache" else ():
+                if isinstance(cached, RewindableCSACacheLayer) and not cached.can_verify_trees:
+                    compressor: Any = layer.get_submodule("self_attn.compressor")
+                    for name, module in (("compressor", compressor), ("indexer", compressor.indexer)):
+                        with align_module_device(module):  # the values of an offloaded one are loaded here
+                            cached.read_overlap(name, module.position_bias)
 
     def cached_lengths(self, cache: Cache) -> set[int]:
         """Count the tokens of each compressor, too; a layer without keys has seen none."""

@@ -15,7 +15,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
 from ..trees.tree import TreeLayout
 from .caches.linear import CallRecorder, make_linear_rewindable
-from .hooks import EMBEDDINGS, PerThread
+from .hooks import EMBEDDINGS, PerThread, Round
 from .shared_heads import SHARED_HEADS
 
 # How a draft tree is verified. "mask": by one forward with a mask of ancestors, over layers that read nothing but keys
@@ -129,7 +129,7 @@ class Target:
         self.config: PreTrainedConfig = model.config.get_text_config(decoder=True)
         self.layers: nn.ModuleList = trunk.layers
         self.norm: Any = getattr(trunk, "norm", None)
-        self.rounds: PerThread[dict[nn.Module, torch.Tensor]] = PerThread()
+        self.rounds: PerThread[Round] = PerThread()
         self.rope_switch = rope_switch_of(self.config)
 
     @classmethod

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_hyperdflash import PromptLookupDrafter, bind
+from hf_hyperdflash.decoding import rounds
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 
@@ -181,3 +182,20 @@ def test_padding_that_the_cache_has_seen_stays():
     expected = target.generate(ids, **{CACHE: copy.deepcopy(cache)}, **options)
     drafter = half_right(target, ids, max_new_tokens=12)
     assert torch.equal(target.generate(ids, **{CACHE: cache}, assistant_model=drafter, **options), expected)
+
+
+@pytest.mark.parametrize("length", [5, 17, 40])  # before a window has closed, and after
+def test_trees_behind_a_cache_that_plain_decoding_filled_are_verified_under_a_mask(length, monkeypatch):
+    """As a fresh DeepSeek-V4 verifies them: of windows that overlap, stock layers keep what the next one reads."""
+    target = tiny_target(2, hidden_size=64)
+    for name, weight in target.named_parameters():
+        if name.endswith("position_bias"):  # zeros in a new model
+            torch.nn.init.normal_(weight)
+    first = target.generate(prompt(length), **GREEDILY, return_dict_in_generate=True)
+    text = target.generate(first.sequences, do_sample=False, max_new_tokens=30, output_logits=True,
+                           return_dict_in_generate=True)  # fmt: skip
+    drafter = RandomTrees(bind(target), [text.sequences[0]])
+    monkeypatch.setattr(rounds, "ForkedRound", None)
+    out, _ = turn(target, drafter, first.sequences, cache_of(first), max_new_tokens=30, output_logits=True)
+    assert torch.equal(out.sequences, text.sequences) and sum(drafter.last_stats.accepted) > 9
+    torch.testing.assert_close(torch.stack(out.logits), torch.stack(text.logits), atol=1e-4, rtol=1e-4)

@@ -5,11 +5,14 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.cache_utils import DynamicLayer
 
+from hf_hyperdflash import PromptLookupDrafter
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.caches.round_cache import RoundLayer
 from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
-from ..conftest import prompt, tiny_drafter, tiny_target
+from ..conftest import mostly_nightly, prompt, tiny_drafter, tiny_target
+from ..helpers import families
 from ..helpers.families import made
 from ..helpers.growing_work import grown, work_of_rounds
 from ..helpers.unrolled import unrolled
@@ -23,7 +26,13 @@ MASKS = {
     "unrolling.py branch",
     "block_attention.py sees_context",
 }
-INDEXERS = {"deepseek_v4.py one_token_entries", "tree_state.py best_visible", "deepseek_v4.py _see_own_path"}
+INDEXERS = {
+    "deepseek_v4.py index_scores",
+    "tree_state.py best_visible",
+    "deepseek_v4.py _choose",
+    "deepseek_v4.py _leave_out",
+    "deepseek_v4.py _see_own_path",
+}
 
 
 def dense(**fields):
@@ -43,6 +52,18 @@ def work(monkeypatch, target, drafter, length, rows=1, **options):
     return work_of_rounds(monkeypatch, lambda: target.generate(ids, assistant_model=drafter, **options))
 
 
+# As a target makes them itself; and of Qwen4-Exp copies of three positions a token, which its indexer reads.
+STOCK_MASKS = {
+    "masking_utils.py sdpa_mask",
+    "masking_utils.py causal_mask_function",
+    "masking_utils.py eager_mask",
+}
+POSITIONS = {"cache_utils.py batch_repeat_interleave", "cache_utils.py batch_select_indices"}
+# With layers of full attention beside a running state, or an indexer.
+HYBRIDS = [
+    families.qwen3_next, families.falcon_h1, families.hunyuan_v4, families.qwen3_5, families.granite_hybrid,
+    families.bamba, families.nemotron_h, families.glm5_next, *[families.qwen4_exp] * families.REWINDABLE_QWEN4,
+]  # fmt: skip
 KINDS = {
     "block": lambda target: tiny_drafter(target, num_draft_tokens=4),
     "window": lambda target: tiny_drafter(target, num_draft_tokens=4, sliding_window=24),
@@ -69,6 +90,25 @@ def test_of_a_dense_target_nothing_grows_but_attention(name, monkeypatch):
     short, long = (work(monkeypatch, target, drafter, length, **options) for length in (SHORT, LONG))
     assert grown(short, long, LONG - SHORT) <= masks
     assert sum(short.values()) > 100  # something is counted
+
+
+class TwoPaths(PromptLookupDrafter):
+    """Drafts the same in each round."""
+
+    def draft(self, target, requests):
+        tree = DraftTree(torch.tensor([2, 3, 4, 5]), (ANCHOR, ANCHOR, 0, 1))
+        return [tree.first(4 if each.num_drafts > 1 else 2) for each in requests]
+
+
+@pytest.mark.parametrize("paths", ["chain", "paths"])
+@pytest.mark.parametrize("family", mostly_nightly(HYBRIDS, kept=3), ids=lambda family: family.__name__)
+def test_of_a_hybrid_target_nothing_grows_but_attention(family, paths, monkeypatch):
+    target = family().eval()
+    target.generation_config.eos_token_id = None
+    drafter = TwoPaths(target) if paths == "paths" else tiny_drafter(target, num_draft_tokens=4)
+    short, long = (work(monkeypatch, target, drafter, length) for length in (SHORT, LONG))
+    positions = POSITIONS if family is families.qwen4_exp and paths == "paths" else set()
+    assert grown(short, long, LONG - SHORT) <= STOCK_MASKS | positions
 
 
 @pytest.mark.parametrize("options", [{}, {"tree_budget": 9}], ids=["chain", "tree"])

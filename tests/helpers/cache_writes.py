@@ -11,7 +11,10 @@ import pytest
 import torch
 from transformers.cache_utils import Cache
 
+from hf_hyperdflash.targets.caches.growing import GrowingIndexedLayer, GrowingLayer
 from hf_hyperdflash.targets.caches.round_cache import RoundLayer
+
+KINDS = RoundLayer, GrowingLayer, GrowingIndexedLayer  # of rounds
 
 
 class CacheWrites:
@@ -40,7 +43,7 @@ class CacheWrites:
         """Watch the layers of rounds, and those that a cache has or is given, if it has one of their class."""
         handles = [self.target.register_forward_pre_hook(self._begin), self.target.register_forward_hook(self._end)]
         with pytest.MonkeyPatch.context() as patched:
-            for kind in {RoundLayer, *(type(layer) for layer in getattr(cache, "layers", ()))}:
+            for kind in {*KINDS, *(type(layer) for layer in getattr(cache, "layers", ()))}:
                 for name, method in _methods(kind).items():
                     patched.setattr(kind, name, self._watched(method, f"{kind.__name__}.{name}"))
                 patched.setattr(kind, "__setattr__", self._set)

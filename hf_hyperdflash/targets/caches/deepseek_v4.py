@@ -20,15 +20,16 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
 
 from ...trees.tree import TreeLayout
+from .growing import Buffers
 from .tree_state import Parts, TreeState
 
 DEFAULT_MAX_REWIND = 128
-_MIN_SPARE_ENTRIES = 64  # of a buffer that grows
 Kind = TypeVar("Kind", bound="RewindableSlidingCacheLayer")
 States = dict[str, Any]  # a compressor's tensor by its name; `None` until there is one
 
@@ -305,7 +306,7 @@ class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
         # gate without the position bias.
         self._closed_kv: States = dict.fromkeys(self.entry_count)
         self._closed_gate: States = dict.fromkeys(self.entry_count)
-        self._entry_buffers: dict[str, torch.Tensor] = {}  # by compressor; `compressed_kv` are their beginnings
+        self._entry_buffers = Buffers()  # of `compressed_kv`
         super()._start_recording(max_rewind)
 
     def _forget_past(self) -> None:
@@ -375,21 +376,14 @@ class RewindableHCACacheLayer(RewindableSlidingCacheLayer, DeepseekV4HCACache):
         return known
 
     def _with_entries(self, name: str, new: torch.Tensor) -> torch.Tensor:
-        """Return a compressor's entries with new ones behind them. They lie in a buffer with room for more: the stock
-        layer copies all that a text has for every new one."""
-        known, buffer = self.compressed_kv[name], self._entry_buffers.get(name)
+        """Return a compressor's entries with new ones behind them, in a buffer: the stock layer copies all that a text
+        has for every new one."""
+        known = self.compressed_kv[name]
         if known is None or not new.shape[1]:
             return new if known is None else known
-        count, total = known.shape[1], known.shape[1] + new.shape[1]
-        is_of_buffer = buffer is not None and known.data_ptr() == buffer.data_ptr() and len(known) == len(buffer)
-        if buffer is None or not is_of_buffer or total > buffer.shape[1]:
-            spare = max(_MIN_SPARE_ENTRIES, total // 16)
-            buffer = known.new_empty(len(known), total + spare, known.shape[2])
-            buffer[:, :count] = known
-            self._entry_buffers[name] = buffer
-            self.compressed_kv[name] = buffer[:, :count]
-        buffer[:, count:total] = new
-        return buffer[:, :total]
+        entries = self._entry_buffers.append(name, known, new)
+        self.compressed_kv[name] = entries[:, : known.shape[1]]
+        return entries
 
     def _append(self, state: TreeState, accepted: list[int]) -> None:
         super()._append(state, accepted)
@@ -490,6 +484,21 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
     def can_verify_trees(self) -> bool:
         closed = (self._closed_kv[name] for name, entries in self.entry_count.items() if entries)
         return all(known is not None and known.shape[1] for known in closed)
+
+    def read_overlap(self, name: str, position_bias: torch.Tensor) -> None:
+        """Have what draft trees read of a compressor's last window where the stock layer closed it: it keeps the half
+        of its projections that the next entry depends on, the gate with the position bias.
+
+        Args:
+            name: The compressor's.
+            position_bias: `[compress_rate, features]`.
+        """
+        kv, gate = self.overlap_kv[name], self.overlap_gate[name]
+        if kv is not None and gate is not None and self._closed_kv[name] is None:
+            half = kv.shape[-1]
+            gate = (gate - position_bias[:, :half].detach()).to(kv.dtype)
+            # No crop opens the window again, which would need the other half: it closed before recording.
+            self._closed_kv[name], self._closed_gate[name] = pad(kv, (0, half)), pad(gate, (0, half))
 
     def _window_before(self, name: str, kv: torch.Tensor, gate: torch.Tensor) -> Parts:
         if self.entry_count[name]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+from .growing import GrowingLayer
 
 Call = tuple[tuple[object, ...], dict[str, object]]  # of a module: arguments by place, and by name
 
@@ -163,11 +165,15 @@ class RewindableLinearLayer(LinearAttentionLayer):
         self._forget_call()
 
 
-class RewindableHybridLayer(RewindableLinearLayer, LinearAttentionAndFullAttentionLayer):
+class RewindableHybridLayer(RewindableLinearLayer, LinearAttentionAndFullAttentionLayer, GrowingLayer):
     """As [`RewindableLinearLayer`], for a layer that has linear attention and full attention side by side."""
 
     dtype: Any
     device: Any
+
+    def stop_recording(self) -> None:
+        super().stop_recording()
+        GrowingLayer.stop_recording(self)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -176,12 +182,15 @@ class RewindableHybridLayer(RewindableLinearLayer, LinearAttentionAndFullAttenti
         entered, is not run again."""
         if self._calls:
             self._calls.popitem()
-        return DynamicLayer.update(self, key_states, value_states, *args, **kwargs)
+        return GrowingLayer.update(self, key_states, value_states, *args, **kwargs)
 
-    def _change_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super()._change_batch(change)
-        if self.keys is not None:
-            self.keys, self.values = change(self.keys), change(cast(torch.Tensor, self.values))
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        GrowingLayer.batch_repeat_interleave(self, repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        GrowingLayer.batch_select_indices(self, indices)
 
     def abort_forward(self, start: int) -> None:
         super().abort_forward(start)

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-_ENTRIES = ("compressed_kv", "_entry_buffers")  # of DeepSeek-V4's compressors, which are never changed
+from .growing import Buffers
+
+_ENTRIES = "compressed_kv"  # of DeepSeek-V4's compressors, which are never changed
 
 
 class Snapshot(NamedTuple):
@@ -66,15 +68,12 @@ def restore(cache: Cache, snapshot: Snapshot) -> None:
 
 def _copied(layer: Any) -> Any:
     """Return a copy of a layer, without what only grows."""
-    own, growing = copy.copy(layer), {name for name in _ENTRIES if hasattr(layer, name)}
-    if _has_all_keys(layer):
-        own.keys = own.values = None
-        growing |= {"keys", "values"}
+    own, growing = copy.copy(layer), {"keys", "values"} if _has_all_keys(layer) else set()
     for name, value in vars(layer).items():
-        if name not in growing:
-            setattr(own, name, _clone(value))
-        elif name in _ENTRIES:
-            setattr(own, name, dict.fromkeys(value))
+        if name in growing:
+            setattr(own, name, None)
+        else:
+            setattr(own, name, dict.fromkeys(value) if name == _ENTRIES else _clone(value))
     return own
 
 
@@ -97,4 +96,6 @@ def _clone(value: Any) -> Any:
     """Return a value with tensors of its own. A clone of a view is no larger than the view."""
     if isinstance(value, torch.Tensor):
         return value.clone()
+    if isinstance(value, Buffers):
+        return Buffers()
     return {name: _clone(part) for name, part in value.items()} if isinstance(value, dict) else value

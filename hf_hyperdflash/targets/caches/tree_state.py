@@ -108,20 +108,20 @@ def best_visible(scores: torch.Tensor, visible: torch.Tensor, top_k: int) -> tor
     """Return each node's entries with the highest scores, chosen as if the entries that it sees were all there are.
 
     Args:
-        scores: `[1, nodes, entries]` of an indexer's scorer.
+        scores: `[nodes, entries]` of an indexer's scorer.
         visible: Which of the last entries each node sees; it sees all entries before them. Boolean `[nodes, last]`,
             on the host.
-        top_k: `config.index_topk`.
+        top_k: `config.index_topk`, or the number of entries if there are fewer.
 
     Returns:
-        `[1, nodes, top_k]`, -1 where a node sees fewer.
+        `[nodes, top_k]`, -1 where a node sees fewer.
     """
-    best = torch.full((1, scores.shape[1], top_k), -1, device=scores.device)
-    before, own = scores.shape[2] - visible.shape[1], visible.sum(1)
+    best = torch.full((len(scores), top_k), -1, device=scores.device)
+    before, own = scores.shape[1] - visible.shape[1], visible.sum(1)
     by_count = own.argsort()
     last = before + visible[by_count].byte().argsort(dim=1, descending=True, stable=True).to(scores.device)
     nodes, start = by_count.to(scores.device), 0
-    sorted_scores = scores[0, nodes]
+    sorted_scores = scores[nodes]
     # A node's own come first, where they are if there are no others: of equal scores topk then takes the same ones.
     sorted_scores[:, before:] = sorted_scores.gather(1, last)
     for count, alike in zip(*(part.tolist() for part in own.unique(return_counts=True))):
@@ -130,5 +130,5 @@ def best_visible(scores: torch.Tensor, visible: torch.Tensor, top_k: int) -> tor
         if count:
             own_entries = last[group].gather(1, (chosen - before).clamp(min=0))
             chosen = torch.where(chosen < before, chosen, own_entries)
-        best[0, nodes[group], : chosen.shape[1]] = chosen
+        best[nodes[group], : chosen.shape[1]] = chosen
     return best

@@ -27,6 +27,7 @@ MEMORY = 32  # rounds that the mean of recent ones remembers
 FEW = 8  # rounds that an earlier judgement counts as, and that lie between probes at first
 RARE = 128  # rounds between probes, at most
 ERROR = 0.5  # relative standard error of one round, about
+TRUSTED = 20.0  # known tokens, expected and written, that are held to have been seen before any was
 
 
 @dataclass
@@ -60,6 +61,8 @@ class DraftingStats:
     trees: DraftingStats | None = None  # the same of the drafter's trees, once there are some
     turns: Probes = field(default_factory=Probes)  # of trees or chains, whichever are slower
     batches: dict[int, DraftingStats] = field(default_factory=dict)  # the same, by the binary logarithm of the size
+    expected: float = TRUSTED  # known tokens of recent rounds without the drafter
+    written: float = TRUSTED  # of these
 
     @property
     def is_tried(self) -> bool:
@@ -70,6 +73,17 @@ class DraftingStats:
     def speedup(self) -> float:
         """Of rounds as they are chosen now, over rounds without drafts."""
         return self.tokens / self.cost if self.is_drafting and self.cost else 1.0
+
+    @property
+    def trust(self) -> float:
+        """What part of the known tokens that were expected is written. Chances of copies are learned wherever there is
+        one, most of all inside of long ones; instead of the drafter they are taken at other places."""
+        return min(self.written / self.expected, 1.0)
+
+    def observe_known(self, expected: float, written: int) -> None:
+        """Learn from a round without the drafter how many of its known tokens were written."""
+        self.expected += expected - self.expected / MEMORY
+        self.written += written - self.written / MEMORY
 
     def judge(self, tokens: float, cost: float, texts: int = 1) -> None:
         """Decide whether to ask the drafter from now on, by a round in which each text got `tokens` for `cost`."""
@@ -160,6 +174,7 @@ class ChainPolicy(FixedPolicy):
         self.stats = self._known = stats  # of the drafter with the target; changed
         self._is_first = True  # round of the generation, which takes longer than others
         self._is_trial = self._is_known = False  # the latter where all drafts are known without the drafter
+        self._expected = 0.0  # of these
         self._min_drafts = 1  # drafts in any case
         self._signals: list[float] = []
         self._reached = 1.0  # the probability that all of these drafts are accepted
@@ -189,7 +204,8 @@ class ChainPolicy(FixedPolicy):
         if self._is_trial or not stats.is_tried:
             return [(0, True)] * texts
         # Rounds without the drafter, by how many drafts each text has at most.
-        reach = [[] if path is None else path.reach for path in paths]
+        trust = stats.trust
+        reach = [[] if path is None else [trust * chance for chance in path.reach] for path in paths]
         longest = max(map(len, reach))
         costs, tokens, best, best_count = stats.costs.predict_known(self._length, longest, texts), 1.0, 0.0, 0
         for count in range(1, longest + 1):
@@ -201,6 +217,7 @@ class ChainPolicy(FixedPolicy):
         else:
             joined = [self._beside(own, count) for own, count in zip(reach, draft_counts)]
         self._is_known = not any(asks_drafter for _, asks_drafter in joined)
+        self._expected = sum(sum(own[:count]) for own, (count, _) in zip(reach, joined)) / trust
         return joined
 
     def _beside(self, reach: list[float], draft_count: int) -> tuple[int, bool]:
@@ -245,6 +262,8 @@ class ChainPolicy(FixedPolicy):
     def end(self, outcomes: Sequence[Outcome], seconds: float | None) -> None:
         for outcome in outcomes:
             self._learn(outcome)
+        if self._is_known and not any(outcome.is_last for outcome in outcomes):
+            self.stats.observe_known(self._expected, sum(outcome.known_accepted for outcome in outcomes))
         if seconds is None:  # a trial is not over then
             return
         drafts = max(len(outcome.tree) + outcome.known_drafts for outcome in outcomes)

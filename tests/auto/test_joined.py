@@ -111,6 +111,31 @@ def test_a_round_of_known_tokens_tells_what_such_rounds_take_and_judges_no_draft
 
 
 @settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.booleans()), max_size=40))
+def test_known_tokens_are_trusted_as_far_as_they_were_written(rounds):
+    stats, chances = known(0.0, 1.0), [0.9] * 8
+    policy, expected, written = begun(ChainPolicy(stats)), 20.0, 20.0  # before any was seen
+    for accepted, is_last in rounds:
+        policy.begin(100, [ROOM])
+        ((count, asks_drafter),) = policy.join(paths_of([chances]), [ROOM])
+        assert not asks_drafter and count == 8
+        policy.end([outcome(0, 0, is_last)._replace(known_drafts=count, known_accepted=accepted)], 0.1)
+        if not is_last:  # else the text's end may have cut them off
+            expected = expected * 31 / 32 + sum(reach_of(chances))
+            written = written * 31 / 32 + accepted
+    assert stats.trust == pytest.approx(min(written / expected, 1.0))
+    if stats.trust > 0.2:
+        assert chosen_at(stats, 1.2) and not chosen_at(stats, 0.8)
+
+
+def chosen_at(stats: DraftingStats, share: float) -> bool:
+    """Whether known tokens are chosen that would bring so much more than the drafter, if they were trusted less."""
+    stats.tokens = 2.0 * (1 + stats.trust * 4 * 0.9 / share)
+    policy = begun(ChainPolicy(stats))
+    return policy.join([KnownPath(range(4), [0.9, 1.0, 1.0, 1.0])], [ROOM]) == [(4, False)]
+
+
+@settings(deadline=None)
 @given(CHANCES, st.floats(0.01, 0.4), st.floats(3.0, 8.0))
 def test_beside_a_tree_are_the_known_tokens_that_pay(chances, step, tokens):
     chains, trees = known(step, 1.0), known(step, tokens)

@@ -129,10 +129,9 @@ def _choose(
     (batch, count), (_, total, _) = queries.shape[:2], layer.entries.shape
     tree: TreeState | None = getattr(layer, "tree_state", None)
     if tree is None:
-        visible = visible_of_chain(layer.cumulative_length - count, count, indexer.compress_rate)
+        visible = visible_of_chain(args[2].expand(batch, count).flatten().cpu(), total, indexer.compress_rate)
     else:
-        visible = tree.visible_entries("indexer")
-    visible = visible.repeat(batch, 1)
+        visible = tree.visible_entries("indexer").repeat(batch, 1)
     if total <= indexer.index_topk:  # there is nothing to choose
         return best_visible(queries.new_zeros(batch * count, total), visible, total).view(batch, count, -1)
     scores = [index_scores(indexer.scorer, *row) for row in zip(queries, layer.entries, states)]
@@ -141,17 +140,17 @@ def _choose(
     return chosen.view(batch, count, -1)
 
 
-def visible_of_chain(start: int, count: int, compress_rate: int) -> torch.Tensor:
-    """Return which entries each token of a chain sees, of those that the chain itself closes. Boolean `[count,
-    entries]`, on the host.
+def visible_of_chain(positions: torch.Tensor, entries: int, compress_rate: int) -> torch.Tensor:
+    """Return which of the last entries each token sees; it sees all entries before them. Boolean `[tokens, last]`.
 
     Args:
-        start: Tokens before it.
-        count: Its tokens.
+        positions: Of the tokens, by which stock layers count, not by the cache: it may have seen padding. `[tokens]`,
+            on the host.
+        entries: There are.
         compress_rate: Tokens an entry.
     """
-    closed = (torch.arange(start + 1, start + count + 1) // compress_rate) - start // compress_rate
-    return torch.arange(int(closed[-1])) < closed[:, None]
+    seen = ((positions + 1) // compress_rate).clamp(max=entries)
+    return torch.arange(int(seen.min()), entries) < seen[:, None]
 
 
 def index_scores(scorer: Any, queries: torch.Tensor, entries: torch.Tensor, states: torch.Tensor) -> torch.Tensor:

@@ -171,6 +171,7 @@ def test_a_text_of_a_batch_takes_its_copy_instead_of_drafts_that_bring_less(chan
 @given(PATHS, st.floats(0.1, 6.0), st.booleans())
 def test_where_nothing_has_costs_known_tokens_are_compared_with_what_drafts_bring(chances, accepted, are_trees):
     joined = FixedPolicy(are_trees, KnownStats(accepted=accepted)).join(paths_of(chances), [ROOM] * len(chances))
+    assert len(joined) == len(chances)
     for text, (count, asks_drafter) in zip(chances, joined):
         probable = [reach for reach in reach_of(text) if reach >= REACHED]
         assert asks_drafter == (sum(probable) < accepted)

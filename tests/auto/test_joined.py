@@ -7,7 +7,7 @@ import operator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_hyperdflash.auto.copies import REACHED, KnownPath, KnownStats
@@ -84,6 +84,7 @@ def best_without_the_drafter(chances: list[list[float] | None], costs: Priced) -
 
 @settings(deadline=None)
 @given(PATHS, st.floats(0.0, 0.5), st.floats(0.5, 8.0))
+@example([[0.9] * 8], 1.1, 0.5)  # four drafts, and not the four after them
 def test_a_chain_is_left_out_for_known_tokens_that_bring_more(chances, step, tokens):
     stats = known(step, tokens)
     policy = begun(ChainPolicy(stats), len(chances))

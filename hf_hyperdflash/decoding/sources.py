@@ -71,12 +71,9 @@ class CopySource:
         return self.chances(match.length, match.is_resumed)
 
     def path(self, count: int) -> KnownPath | None:
-        if self._match is None:
+        if (match := self._match) is None or not (tokens := match.copy(count)):
             return None
-        tokens, length, is_resumed = self._match.copy(count), self._match.length, self._match.is_resumed
-        return (
-            KnownPath(tokens, [self.chances(length + k, is_resumed) for k in range(len(tokens))]) if tokens else None
-        )
+        return KnownPath(tokens, [self.chances(match.length + k, match.is_resumed) for k in range(len(tokens))])
 
     def end(self) -> None:
         if self.lookup is not None:

@@ -12,13 +12,12 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import nn
+from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerationMixin
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Indexer
-
-from ..targets.deepseek_v4 import one_token_entries
 
 EMBEDDINGS = -1_000_000  # among the layers that a drafter reads: what enters the first one
 MAMBA_HYBRIDS = ("bamba", "falcon_h1", "nemotron_h")
@@ -176,6 +175,31 @@ def choose_one_by_one(model: nn.Module, rounds: Rounds) -> list[RemovableHandle]
             handles.append(module.scorer.register_forward_hook(partial(keep_scores, module)))
             handles.append(module.register_forward_hook(choose))
     return handles
+
+
+def one_token_entries(
+    scores: torch.Tensor, position_ids: torch.Tensor, compress_rate: int, top_k: int
+) -> torch.Tensor:
+    """Return each position's entries with the highest scores, among those that existed when it was the last one.
+
+    Args:
+        scores: `[batch, seq, entries]` of the indexer's scorer, for all entries that exist after the last position.
+        position_ids: `[batch or 1, seq]`, consecutive.
+        compress_rate: Tokens an entry.
+        top_k: `config.index_topk`.
+
+    Returns:
+        `[batch, seq, top_k]`, -1 where there were fewer entries.
+    """
+    seq, entries = scores.shape[1:]
+    counts = ((position_ids + 1) // compress_rate).unsqueeze(-1)
+    chosen = torch.full((*scores.shape[:2], top_k), -1, device=scores.device)
+    # The most that the forward itself can close. To look up the true number would be to wait for the device.
+    closed = -(-(seq - 1) // compress_rate)
+    for count in range(max(entries - closed, 1), entries + 1):
+        found = scores[..., :count].topk(min(top_k, count), dim=-1).indices
+        chosen = torch.where(counts == count, pad(found, (0, top_k - found.shape[-1]), value=-1), chosen)
+    return chosen
 
 
 # What a bound target needs besides, by the kind of model.

@@ -14,7 +14,6 @@ from threading import get_ident
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -196,28 +195,3 @@ def _see_own_path(rounds: Rounds, compressor: nn.Module, args: CompressorInputs,
     bias = torch.zeros_like(bias)
     bias[..., bias.shape[-1] - visible.shape[1] :].masked_fill_(~visible, -torch.inf)
     return entries, bias
-
-
-def one_token_entries(
-    scores: torch.Tensor, position_ids: torch.Tensor, compress_rate: int, top_k: int
-) -> torch.Tensor:
-    """Return each position's entries with the highest scores, among those that existed when it was the last one.
-
-    Args:
-        scores: `[batch, seq, entries]` of the indexer's scorer, for all entries that exist after the last position.
-        position_ids: `[batch or 1, seq]`, consecutive.
-        compress_rate: Tokens an entry.
-        top_k: `config.index_topk`.
-
-    Returns:
-        `[batch, seq, top_k]`, -1 where there were fewer entries.
-    """
-    seq, entries = scores.shape[1:]
-    counts = ((position_ids + 1) // compress_rate).unsqueeze(-1)
-    chosen = torch.full((*scores.shape[:2], top_k), -1, device=scores.device)
-    # The most that the forward itself can close. To look up the true number would be to wait for the device.
-    closed = -(-(seq - 1) // compress_rate)
-    for count in range(max(entries - closed, 1), entries + 1):
-        found = scores[..., :count].topk(min(top_k, count), dim=-1).indices
-        chosen = torch.where(counts == count, F.pad(found, (0, top_k - found.shape[-1]), value=-1), chosen)
-    return chosen

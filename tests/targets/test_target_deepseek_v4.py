@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACompressor, DeepseekV4IndexerScorer
 
 from hf_hyperdflash import PromptLookupDrafter, bind, load_target
+from hf_hyperdflash.portable.target import one_token_entries
 from hf_hyperdflash.targets import deepseek_v4
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.caches.tree_state import best_visible
-from hf_hyperdflash.targets.deepseek_v4 import one_token_entries, visible_of_chain
+from hf_hyperdflash.targets.deepseek_v4 import visible_of_chain
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_drafter, tiny_target
 from ..helpers.tree_drafters import RandomChains, RandomTrees

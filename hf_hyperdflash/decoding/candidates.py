@@ -79,13 +79,16 @@ class DraftCandidateGenerator(CandidateGenerator):
         if is_first_iteration or count < 1:
             self._capture.captured.clear()
             return input_ids, None
-        if not self.context.end:  # the prompt's forward is over
-            weakref.finalize(self, self.pair.target.rounds.add(Round(shows_attention=True)))  # to whom it likes
         # True positions, below 0 for padding on the left.
         mask = (model_kwargs or {}).get("attention_mask")
         counted = torch.ones_like(input_ids) if mask is None else mask[:, : input_ids.shape[1]]
         counted = torch.nn.functional.pad(counted, (0, input_ids.shape[1] - counted.shape[1]), value=1)
         positions = counted.cumsum(-1) - 1
+        if not self.context.end:  # the prompt's forward is over
+            self._unseen = 0 if mask is None else int((counted == 0).sum())
+            self._round = Round(0, shows_attention=True)  # to whom it likes
+            weakref.finalize(self, self.pair.target.rounds.add(self._round))
+        self._round.position = end - self._unseen
         self._take_in(input_ids, positions, end)
         switch = self.pair.target.rope_switch
         if switch is not None:

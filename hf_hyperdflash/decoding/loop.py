@@ -123,7 +123,7 @@ def run_round(batch: Batch) -> None:
     texts = [sequence.tokens for sequence in sequences]
     round_ = round_over(batch.target, batch.verification, texts, trees, round_forward)
     verifying_began = now()
-    forward = Round(shows_attention=bool(sequences[0].config.output_attentions))
+    forward = Round(texts[0].last_position, shows_attention=bool(sequences[0].config.output_attentions))
     with batch.interruptible(round_), batch.binding.capturing_forward(batch.capture, forward):
         outputs = round_.forward(batch.kwargs())
     verify_seconds = (now() - verifying_began) / len(sequences)

@@ -64,6 +64,9 @@ class TokenBuffer:
             self._positions = (mask.cumsum(-1) - 1).clamp(min=0)
         else:
             self._positions = torch.arange(self.prompt_length, device=ids.device)[None]
+        # How far positions are ahead of places; read once, each time would be to wait for the device.
+        is_plain = position_ids is None and mask is None
+        self._ahead = 0 if is_plain else int(self._positions[..., -1].max()) + 1 - self.prompt_length
 
     def _grow(self, more: int) -> None:
         needed = self.length + more
@@ -107,6 +110,11 @@ class TokenBuffer:
     def end(self) -> int:
         """Tokens of `unpadded`."""
         return self.length - self.padding
+
+    @property
+    def last_position(self) -> int:
+        """The true position of the last token, on the host; of several axes the furthest."""
+        return self.end - 1 + self._ahead
 
     def mask(self, end: int) -> torch.Tensor | None:
         """Return which of the first `end` tokens of `unpadded` are no padding, `[1, end]`; `None` if all are."""

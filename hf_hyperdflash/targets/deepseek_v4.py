@@ -127,29 +127,42 @@ def _choose(
     queries, _, states = round_.pop(indexer.scorer)
     (batch, count), (_, total, _) = queries.shape[:2], layer.entries.shape
     tree: TreeState | None = getattr(layer, "tree_state", None)
-    if tree is None:
-        visible = visible_of_chain(args[2].expand(batch, count).flatten().cpu(), total, indexer.compress_rate)
-    else:
-        visible = tree.visible_entries("indexer").repeat(batch, 1)
-    if total <= indexer.index_topk:  # there is nothing to choose
-        return best_visible(queries.new_zeros(batch * count, total), visible, total).view(batch, count, -1)
-    scores = [index_scores(indexer.scorer, *row) for row in zip(queries, layer.entries, states)]
-    chosen = best_visible(torch.cat(scores), visible, indexer.index_topk)
-    round_[indexer] = (chosen,)
+    before = layer.get_seq_length() - (
+        count if tree is None else 0
+    )  # nodes come into the cache when they are accepted
+    rate, top_k = indexer.compress_rate, min(indexer.index_topk, total)
+    visible = visible_of_chain(before, count, rate) if tree is None else tree.visible_entries("indexer")
+    scores = queries.new_zeros(batch * count, total)
+    if total > top_k:  # else there is nothing to choose
+        parts = zip(queries, layer.entries, states)
+        scores = torch.cat([index_scores(indexer.scorer, *part) for part in parts])
+    hidden = None
+    if before != round_.position:
+        # The cache has seen padding. Stock indexers choose among all entries, but count by positions which of them a
+        # token may see.
+        old, depths = total - visible.shape[1], torch.arange(count) if tree is None else tree.layout.depths
+        numbers = torch.cat([torch.arange(old).expand(count, old), old + visible.cumsum(1) - 1], dim=1)  # on its path
+        hidden = (numbers >= (round_.position + depths + 1)[:, None] // rate).repeat(batch, 1).to(scores.device)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    chosen = best_visible(scores, visible.repeat(batch, 1), top_k)
+    if hidden is not None:
+        chosen = chosen.masked_fill(hidden.gather(1, chosen.clamp(min=0)), -1)
+    if total > top_k:
+        round_[indexer] = (chosen,)
     return chosen.view(batch, count, -1)
 
 
-def visible_of_chain(positions: torch.Tensor, entries: int, compress_rate: int) -> torch.Tensor:
-    """Return which of the last entries each token sees; it sees all entries before them. Boolean `[tokens, last]`.
+def visible_of_chain(start: int, count: int, compress_rate: int) -> torch.Tensor:
+    """Return which entries each token of a chain sees, of those that the chain itself closes. Boolean `[count,
+    entries]`, on the host.
 
     Args:
-        positions: Of the tokens, by which stock layers count, not by the cache: it may have seen padding. `[tokens]`,
-            on the host.
-        entries: There are.
+        start: Tokens before it.
+        count: Its tokens.
         compress_rate: Tokens an entry.
     """
-    seen = ((positions + 1) // compress_rate).clamp(max=entries)
-    return torch.arange(int(seen.min()), entries) < seen[:, None]
+    closed = (torch.arange(start + 1, start + count + 1) // compress_rate) - start // compress_rate
+    return torch.arange(int(closed[-1])) < closed[:, None]
 
 
 def index_scores(scorer: Any, queries: torch.Tensor, entries: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -186,12 +199,19 @@ def _leave_out(rounds: Rounds, compressor: Any, args: CompressorInputs, output: 
 
 
 @torch.compiler.disable
-def _see_own_path(rounds: Rounds, compressor: nn.Module, args: CompressorInputs, output: Compressed) -> Compressed:
-    cache, layer, (entries, bias) = args[3], args[4], output
-    tree: TreeState | None = None if cache is None else getattr(cache.layers[layer], "tree_state", None)
-    if tree is None or bias is None:
+def _see_own_path(rounds: Rounds, compressor: Any, args: CompressorInputs, output: Compressed) -> Compressed:
+    round_, cache, (entries, bias) = _current(rounds), cast(Any, args[3]), output
+    if round_ is None or cache is None or bias is None:
         return output
-    visible = tree.visible_entries("compressor").to(bias.device)
+    layer, count = cache.layers[args[4]], bias.shape[2]
+    tree: TreeState | None = getattr(layer, "tree_state", None)
+    if tree is not None:
+        visible = tree.visible_entries("compressor")
+    elif (before := layer.get_seq_length() - count) != round_.position:
+        # Unlike an indexer, stock compressors hide none from a single token.
+        visible = visible_of_chain(before, count, compressor.compress_rate)
+    else:
+        return output
     bias = torch.zeros_like(bias)
-    bias[..., bias.shape[-1] - visible.shape[1] :].masked_fill_(~visible, -torch.inf)
+    bias[..., bias.shape[-1] - visible.shape[1] :].masked_fill_(~visible.to(bias.device), -torch.inf)
     return entries, bias

@@ -54,12 +54,14 @@ class Round(dict[nn.Module, tuple[torch.Tensor, ...]]):
     """A forward that verifies drafts, with what modules have computed for each other in it.
 
     Attributes:
+        position: Of its first token, the first sequence's anchor, on the host: to read it would be to wait for the
+            device. Not always the number of tokens in the cache, which may have seen padding.
         shows_attention: Whether the caller gets its attention weights, so that it must read all keys.
     """
 
-    def __init__(self, shows_attention: bool) -> None:
+    def __init__(self, position: int, shows_attention: bool) -> None:
         super().__init__()
-        self.shows_attention = shows_attention
+        self.position, self.shows_attention = position, shows_attention
 
 
 class ResidualCapture:

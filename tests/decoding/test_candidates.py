@@ -87,6 +87,18 @@ def test_padding_and_other_forwards_of_the_target_change_no_draft(told):
     assert not binding.residual.captures and not binding.target.rounds
 
 
+@pytest.mark.parametrize("by", [3, 4, 9])
+def test_a_deepseek_v4_that_has_seen_padding(by):
+    """It holds entries that positions do not count. Behind 4 columns of it, equal scores of entries decide the text."""
+    target = tiny_target(0, hidden_size=64, index_topk=2)
+    ids, mask = torch.nn.functional.pad(prompt(12), (by, 0)), (torch.arange(12 + by) >= by).long()[None]
+    options = dict(do_sample=False, max_new_tokens=24, attention_mask=mask)
+    expected = target.generate(ids, **options)
+    drafter = half_right_about(target, expected[0, by:])
+    drafter.bind(target)
+    assert torch.equal(in_transformers_loop(target, drafter, ids, **options), expected)
+
+
 def test_our_loop_in_a_loop_of_somebodys_own():
     """Which names a drafter that the call of `generate` does not know, and has one text."""
     target, ids = bind(qwen3().eval()), prompt(9)

@@ -18,7 +18,6 @@ from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 
 from ..conftest import (
-    half_right,
     half_right_about,
     penalty_counts_padding,
     perfect,
@@ -172,16 +171,20 @@ def test_left_padding_changes_nothing(family, chunk):
     assert positions == list(range(len(positions))) and drafter.last_stats.tau > 1
 
 
-def test_padding_that_the_cache_has_seen_stays():
-    """The caller has run the padded prompt himself: the positions of what follows count the padding."""
-    target = bind(tiny_target(3, hidden_size=64))
-    (ids, mask), cache = padded(prompt(17)), DynamicCache(config=target.config)
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize("by", [3, 9])  # less than any window of compressors, and more
+def test_padding_that_the_cache_has_seen_stays(by, is_tree):
+    """The caller has run the padded prompt himself. Then the cache holds entries that positions do not count: stock
+    indexers hide as many, and other compressors hide none from a single token."""
+    target = bind(tiny_target(3, hidden_size=64, index_topk=2))
+    (ids, mask), cache = padded(prompt(17), by), DynamicCache(config=target.config)
     with torch.no_grad():
         target(ids[:, :13], attention_mask=mask[:, :13], **{CACHE: cache})
-    options = dict(**GREEDILY, attention_mask=mask)
+    options = dict(do_sample=False, max_new_tokens=24, attention_mask=mask)
     expected = target.generate(ids, **{CACHE: copy.deepcopy(cache)}, **options)
-    drafter = half_right(target, ids, max_new_tokens=12)
+    drafter = (RandomTrees if is_tree else RandomChains)(target, [expected[0]])
     assert torch.equal(target.generate(ids, **{CACHE: cache}, assistant_model=drafter, **options), expected)
+    assert drafter.last_stats.tau > 1.5
 
 
 @pytest.mark.parametrize("length", [5, 17, 40])  # before a window has closed, and after

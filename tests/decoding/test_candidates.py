@@ -89,7 +89,7 @@ def test_padding_and_other_forwards_of_the_target_change_no_draft(told):
 
 @pytest.mark.parametrize("by", [3, 4, 9])
 def test_a_deepseek_v4_that_has_seen_padding(by):
-    """It holds entries that positions do not count. Behind 4 columns of it, equal scores of entries decide the text."""
+    """It holds entries that positions do not count. Behind 4 columns of it, the order of equal scores decides."""
     target = tiny_target(0, hidden_size=64, index_topk=2)
     ids, mask = torch.nn.functional.pad(prompt(12), (by, 0)), (torch.arange(12 + by) >= by).long()[None]
     options = dict(do_sample=False, max_new_tokens=24, attention_mask=mask)

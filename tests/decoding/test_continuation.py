@@ -172,11 +172,11 @@ def test_left_padding_changes_nothing(family, chunk):
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
-@pytest.mark.parametrize("by", [3, 9])  # less than any window of compressors, and more
-def test_padding_that_the_cache_has_seen_stays(by, is_tree):
+@pytest.mark.parametrize(("by", "top_k"), [(3, 2), (9, 2), (9, 512)])  # less than any window of compressors, and more
+def test_padding_that_the_cache_has_seen_stays(by, top_k, is_tree):
     """The caller has run the padded prompt himself. Then the cache holds entries that positions do not count: stock
     indexers hide as many, and other compressors hide none from a single token."""
-    target = bind(tiny_target(3, hidden_size=64, index_topk=2))
+    target = bind(tiny_target(3, hidden_size=64, index_topk=top_k))
     (ids, mask), cache = padded(prompt(17), by), DynamicCache(config=target.config)
     with torch.no_grad():
         target(ids[:, :13], attention_mask=mask[:, :13], **{CACHE: cache})

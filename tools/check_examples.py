@@ -98,6 +98,7 @@ RUNS = [
      "--max-new-tokens 4", ""),
     (f"experiments/agents/measure_copies.py {PAIR} --kinds quote gsm8k --data suites --prompts 2 --tokens 12 "
      "--output copies", "copies/report.md copies/results.json"),
+    ("experiments/agents/write_prompts.py --texts answers.jsonl --each 4 --output agents.jsonl", "agents.jsonl"),
     (f"experiments/agents/measure_grammars.py {PAIR} --prompts 2 --tokens 24 --samples 8 --output grammars",
      "grammars/report.md"),
     (f"experiments/agents/measure_turns.py {PAIR} --tokens 8 --output conversation", "conversation/report.md"),
@@ -126,6 +127,7 @@ WRONG = [
      "`--draft-ms` 0.0"),
     (f"experiments/serve_deepseek_v4.py {PAIR} --data nowhere --expected-tau 2 --output b", 1, "nowhere"),
     (f"experiments/agents/measure_copies.py {PAIR} --kinds aime25 --data suites --output b", 1, "aime25"),
+    ("experiments/agents/write_prompts.py --texts torn.jsonl --output b", 1, "torn.jsonl:2"),
     ("examples/serve_with_drafter.py --target nowhere --drafter DRAFTER", 1, "Error:"),
     ("examples/serve_with_drafter.py --target TARGET --drafter DRAFTER --reasoning-budget 9", 2, "--reasoning-end"),
     ("examples/serve_with_drafter.py --target TARGET --drafter DRAFTER --conversations -1", 2, "-1 whole"),

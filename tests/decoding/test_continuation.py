@@ -187,6 +187,18 @@ def test_padding_that_the_cache_has_seen_stays(by, top_k, is_tree):
     assert drafter.last_stats.tau > 1.5
 
 
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_gaps_in_the_mask_of_a_prompt_are_in_the_cache(is_tree):
+    """As padding that it has seen."""
+    target, ids = bind(tiny_target(3, hidden_size=64, index_topk=2)), prompt(20)
+    is_text = torch.tensor([[column != 1 and not 5 <= column < 14 for column in range(20)]]).long()
+    options = dict(do_sample=False, max_new_tokens=24, attention_mask=is_text)
+    expected = target.generate(ids, **options)
+    drafter = (RandomTrees if is_tree else RandomChains)(target, [expected[0]])
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)
+    assert drafter.last_stats.tau > 1.5
+
+
 @pytest.mark.parametrize("length", [5, 17, 40])  # before a window has closed, and after
 def test_trees_behind_a_cache_that_plain_decoding_filled_are_verified_under_a_mask(length, monkeypatch):
     """As a fresh DeepSeek-V4 verifies them: of windows that overlap, stock layers keep what the next one reads."""

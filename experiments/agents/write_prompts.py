@@ -4,11 +4,15 @@
     hf-hyperdflash answers --target downloads/SmolLM2-135M-Instruct.Q4_1.gguf --data prompts.jsonl \\
         --output answers.jsonl --max-new-tokens 192 --dtype bfloat16
     hf-hyperdflash train --target downloads/SmolLM2-135M-Instruct.Q4_1.gguf --output_dir my-drafter \\
-        --drafter examples/models/smollm2-135m-hyperdflash --dataset answers.jsonl greedy.jsonl
+        --drafter examples/models/smollm2-135m-hyperdflash --dataset answers.jsonl greedy.jsonl --recipe ours
 
 `--texts` has conversations: code blocks of their answers become files to edit, and their paragraphs texts to quote.
 Records are composed of the words below. An agent's requests have one form, so these have that of `copies.jsonl`; no
 text, file or record of it is here.
+
+The drafter of `results/smollm2-135m/agents/copies-trained` saw 1,152 such answers three times beside 1,500 others: 480
+steps of 8 rows and 40 anchors, learning rate 4e-4 (cosine), rows of 768 tokens, bfloat16. Of 12,288 draft tokens in
+training it kept the 4,096 most frequent: with all of them a pass took twice as long, which brought less than it cost.
 """
 
 from __future__ import annotations

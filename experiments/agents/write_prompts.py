@@ -43,7 +43,7 @@ COLOURS = "red green blue yellow white black brown grey orange silver".split()
 THINGS = ["bicycle", "desk lamp", "wool coat", "tea kettle", "bookshelf", "garden chair", "violin", "tent", "canoe"]
 FOODS = ["rice", "onions", "butter", "flour", "eggs", "lemons", "basil", "tomatoes", "honey", "walnuts", "lentils"]
 TASKS = ["repair", "teaching", "archive", "accounting", "printing", "design", "translation", "nursing"]
-# What a text says, by the field of its record. A field's name begins with the kind of its value.
+# A text, and the fields of its record with the words of the text that fill them: none of it fills "dish".
 RECORDS = [
     ("The {thing} with the article number {code} costs {price} euros. It comes in {colour} and {colour_2}, weighs "
      "{number} kilograms and is made in {place} by {last} and Sons. {count} of them are in stock.",

@@ -127,9 +127,8 @@ def _choose(
     queries, _, states = round_.pop(indexer.scorer)
     (batch, count), (_, total, _) = queries.shape[:2], layer.entries.shape
     tree: TreeState | None = getattr(layer, "tree_state", None)
-    before = layer.get_seq_length() - (
-        count if tree is None else 0
-    )  # nodes come into the cache when they are accepted
+    held = count if tree is None else 0  # nodes of a tree come into the cache when they are accepted
+    before = layer.get_seq_length() - held
     rate, top_k = indexer.compress_rate, min(indexer.index_topk, total)
     visible = visible_of_chain(before, count, rate) if tree is None else tree.visible_entries("indexer")
     scores = queries.new_zeros(batch * count, total)

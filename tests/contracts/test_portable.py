@@ -64,9 +64,7 @@ def without_package(asked: str, folder: Path) -> dict:
 
 @pytest.mark.parametrize(
     "kind",
-    mostly_nightly(
-        ["hyperdflash", "eagle3", "qwen3_next", *sorted(PAIRS.keys() - {"hyperdflash", "eagle3", "qwen3_next"})], 3
-    ),
+    mostly_nightly(["hyperdflash", "eagle3", *sorted(PAIRS.keys() - {"hyperdflash", "eagle3"})], kept=2),
 )
 def test_a_folder_drafts_without_the_package(kind, tmp_path):
     """Takes seconds: a process without the package, and some thirty generations in it."""

@@ -61,7 +61,7 @@ STOCK_MASKS = {
 POSITIONS = {"cache_utils.py batch_repeat_interleave", "cache_utils.py batch_select_indices"}
 # With layers of full attention beside a running state, or an indexer.
 HYBRIDS = [
-    families.qwen3_next, families.falcon_h1, families.hunyuan_v4, families.qwen3_5, families.granite_hybrid,
+    families.qwen3_next, families.hunyuan_v4, families.falcon_h1, families.qwen3_5, families.granite_hybrid,
     families.bamba, families.nemotron_h, families.glm5_next, *[families.qwen4_exp] * families.REWINDABLE_QWEN4,
 ]  # fmt: skip
 KINDS = {
@@ -101,7 +101,7 @@ class TwoPaths(PromptLookupDrafter):
 
 
 @pytest.mark.parametrize("paths", ["chain", "paths"])
-@pytest.mark.parametrize("family", mostly_nightly(HYBRIDS, kept=3), ids=lambda family: family.__name__)
+@pytest.mark.parametrize("family", mostly_nightly(HYBRIDS, kept=2), ids=lambda family: family.__name__)
 def test_of_a_hybrid_target_nothing_grows_but_attention(family, paths, monkeypatch):
     target = family().eval()
     target.generation_config.eos_token_id = None

@@ -130,7 +130,8 @@ def test_a_new_drafter_has_as_many_heads_as_fit_its_width():
 
 
 def test_a_new_specblock_drafter_without_rank_head_and_shift_has_neither():
-    plain = SpecBlockDrafter(SpecBlockConfig(num_hidden_layers=2, rank_head=False, shift=False))
-    whole = SpecBlockDrafter(SpecBlockConfig(num_hidden_layers=2, rank_head=True, shift=True))
+    with torch.device("meta"):  # as large as they are by default
+        plain = SpecBlockDrafter(SpecBlockConfig(num_hidden_layers=2, rank_head=False, shift=False))
+        whole = SpecBlockDrafter(SpecBlockConfig(num_hidden_layers=2, rank_head=True, shift=True))
     assert (plain.config.branching, plain.rank_head, len(plain.shift_proj)) == ([4], None, 0)
     assert whole.config.branching == [2, 4, 6, 4] and whole.rank_head is not None and len(whole.shift_proj) == 1

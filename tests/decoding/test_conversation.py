@@ -3,6 +3,7 @@
 import copy
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from hf_hyperdflash import Conversation, Lookup, PromptLookupDrafter, bind, unbind
 from hf_hyperdflash.decoding import conversation as module
 from hf_hyperdflash.decoding.request import CONTEXT
+from hf_hyperdflash.decoding.stats import keep_trees
 
 from ..conftest import prompt, tiny_drafter
 from ..helpers import families
@@ -232,6 +234,23 @@ def test_copies_are_few_spread_and_of_their_own_memory():
     assert none.length == none.cached_tokens == 0 and none._cache is None
 
 
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_of_too_many_copies_that_goes_whose_neighbours_are_nearest(most):
+    """The last one stays, and of two near each other the earlier one alone is made."""
+    chance, conversation = random.Random(most), Conversation(families.qwen3().eval(), max_copies=most)
+    length, expected = 0, []
+    for _ in range(40):
+        length += chance.randint(1, 60)
+        conversation._cache = SimpleNamespace(layers=[], get_seq_length=lambda length=length: length)
+        conversation._keep(keeps_all=True)
+        if length >= 16 + (expected[-1] if expected else 0):
+            expected.append(length)
+        if len(expected) > most:
+            places = list(zip([0, *expected], expected, expected[1:]))
+            expected.remove(min(places, key=lambda place: place[2] - place[0])[1])
+        assert [kept.cache.length for kept in conversation._kept] == expected
+
+
 def test_a_copy_of_a_long_text_is_no_larger_than_that_of_a_short_one():
     for family in (families.mistral, families.deepseek_v4, families.falcon_h1):
         sizes = []
@@ -316,6 +335,51 @@ def test_another_drafter_or_none_may_draft_each_turn():
         text = with_turn(conversation.generate(text, do_sample=False, max_new_tokens=5, assistant_model=drafter))
         found.append(conversation.cached_tokens)
     assert found == [99, 104, 0, 194, 239, 239, 0]  # the sixth goes back to where that drafter has read
+
+
+@pytest.mark.parametrize("family", [families.qwen3, families.gemma3, families.qwen3_next])
+def test_a_drafter_with_a_window_drafts_as_from_the_whole_text(family):
+    """Of a prompt's parts it is given as many of the last tokens as it sees, and knows that others are left out: also
+    when a prompt goes back to a token that does not see what it was given alone."""
+    conversation, text = filled(family, lambda target: tiny_drafter(target, sliding_window=24))
+    text = with_turn(text, 60)
+    for following in (text, *(with_turn(text[:, :kept], 20) for kept in (150, 135, 122))):
+        found = []
+        for generate in (conversation.target.generate, conversation.generate):
+            with keep_trees():
+                options = dict(do_sample=False, max_new_tokens=8, assistant_model=conversation.drafter)
+                generate(following, attention_mask=ones(following), **options)
+            found.append([kept.drafts.tokens.tolist() for kept in conversation.drafter.last_stats.trees])
+        assert found[0] == found[1] and conversation.cached_tokens >= 64, following.shape
+
+
+def test_a_target_that_was_unbound_meanwhile_is_bound_again():
+    conversation, text = filled(families.qwen3, tiny_drafter)
+    unbind(conversation.target)
+    assert asked(conversation, with_turn(text)) == 99 and conversation.drafter.last_stats.rounds
+
+
+def test_after_an_error_while_the_drafter_reads_it_reads_the_text_again(monkeypatch):
+    """What it has read of a round in which that failed is not known."""
+    conversation, text = filled(families.qwen3)
+    drafter, calls = RandomTrees(conversation.target, []), []
+    extend = drafter.extend
+
+    def fails(*given):
+        calls.append(given)
+        extend(*given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(drafter, "extend", fails)
+    text = with_turn(text)
+    options = dict(do_sample=False, max_new_tokens=12, assistant_model=drafter)
+    with pytest.raises(KeyboardInterrupt):
+        conversation.generate(text, **options)
+    text = conversation.generate(with_turn(text, 9), **options)
+    context = getattr(conversation._cache, CONTEXT).context
+    positions, following = (torch.cat(parts, dim=1)[0] for parts in list(zip(*context.seen))[1:])
+    assert positions.tolist() == list(range(text.shape[1] - 1)) and torch.equal(following, text[0, 1:])
 
 
 def test_one_call_at_a_time():

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, LogitsProcessor, Qwen3Config, Qwen3ForCa
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_hyperdflash import AfterReasoning, GrammarProcessor, HyperDFlashDrafter, bind, load_target
+from hf_hyperdflash.grammars import states
 from hf_hyperdflash.grammars.states import state_of
 
 from ..conftest import MODELS, mostly_nightly, tiny_drafter
@@ -218,6 +219,21 @@ def test_a_state_goes_anywhere_in_a_text(kind):
                 assert torch.equal(fresh.allowed(SIZE), expected[0] == 0)
                 assert known[path].likely() == fresh.likely()
                 assert torch.equal(known[path].allowed(SIZE), expected[0] == 0), path
+
+
+def test_an_index_keeps_the_masks_of_its_latest_states(monkeypatch):
+    """Its forks have them in common."""
+    monkeypatch.setattr(states, "_MAX_MASKS", 3)
+    root = state_of(made(OutlinesCore).grammars[0]).fork()
+    path, masks = [root], [root.allowed(SIZE)]
+    for _ in range(6):
+        path.append(path[-1].fork())
+        path[-1].advance(int(masks[-1].nonzero()[0]))
+        masks.append(path[-1].allowed(SIZE))
+        assert len(root._masks) == min(3, len(masks)) and path[-1].allowed(SIZE) is masks[-1]
+    assert len({each.state for each in path}) == 7
+    for state, mask in zip(path, masks):
+        assert torch.equal(state.allowed(SIZE), mask)
 
 
 @pytest.mark.parametrize("kind", KINDS)

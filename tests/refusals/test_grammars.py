@@ -98,7 +98,7 @@ REFUSED = {
         (type(each).__name__, "[GrammarProcessor(grammar)]"))
        for each in (TABLE, AfterReasoning(TABLE, 5)) for plain in (False, True)},
     "no grammar": Refusal(lambda: GrammarProcessor([]), ("empty list", "one for all")),
-    "a schema": Refusal(lambda: GrammarProcessor({"type": "object"}), ("dict", "CompiledGrammar", "LLMatcher",
+    "a schema": Refusal(lambda: GrammarProcessor({"type": "object"}), ("is a dict,", "CompiledGrammar", "LLMatcher",
                                                                         "Index", "`allowed`", "compile")),
     "another vocabulary": Refusal(call(Narrow([{}])), ("Narrow", "[50]", "[64]")),
     "scores": Refusal(call(Scores([{}])), ("Scores", "torch.float32 [64]", "torch.bool [64]")),
@@ -113,7 +113,8 @@ REFUSED = {
                                           (f"`tokenizer` a {type(each).__name__}", "the target's tokenizer"))
        for each in ("gpt2", 200)},
     "a list of tokens": Refusal(call(Listed([{5: 0}])), ("Listed", "type list", "torch.bool [64]")),
-    "a class": Refusal(lambda: GrammarProcessor(Table), ("type", "CompiledGrammar")),
+    "a class": Refusal(lambda: GrammarProcessor(Table), ("is a type,", "CompiledGrammar")),
+    "a tensor": Refusal(lambda: GrammarProcessor(torch.ones(3)), ("is a torch.Tensor,", "CompiledGrammar")),
     "no fork": Refusal(call(Lost([{5: 0}])), ("NoneType", "`fork`")),
     "nothing to begin with": Refusal(call(Table([{}])), ("Table", "no token to begin with", "64")),
     "nothing behind": Refusal(call(AfterReasoning(Table([{}]), 5)), ("Table", "no token to begin with")),

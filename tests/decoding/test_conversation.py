@@ -178,6 +178,7 @@ def test_how_much_is_kept_of_each_kind_of_cache(family):
     the copy that was made 16 tokens before the prompt's end."""
     conversation, text = filled(family)
     assert asked(conversation, with_turn(text)) == 99
+    assert asked(conversation, with_turn(text, seed=8)) >= 99  # where the last turn began is a copy, too
     keeps_all = not conversation._kept
     assert keeps_all == (family in [families.deepseek_v3, families.glm4_moe, families.hunyuan_v4,
                                     families.kimi_k25, families.minimax_m2, families.qwen3, families.llama,
@@ -380,6 +381,27 @@ def test_after_an_error_while_the_drafter_reads_it_reads_the_text_again(monkeypa
     context = getattr(conversation._cache, CONTEXT).context
     positions, following = (torch.cat(parts, dim=1)[0] for parts in list(zip(*context.seen))[1:])
     assert positions.tolist() == list(range(text.shape[1] - 1)) and torch.equal(following, text[0, 1:])
+
+
+@pytest.mark.parametrize("family", [families.qwen3, families.qwen3_next])
+def test_a_refusal_leaves_the_conversation_as_it_is(family):
+    conversation, text = filled(family, tiny_drafter)
+    with pytest.raises(ValueError, match="-1"):
+        conversation.generate(prompt(30, seed=3), tree_budget=-1)
+    assert asked(conversation, with_turn(text)) == 99
+
+
+def test_after_an_interruption_while_it_goes_back_nothing_is_kept(monkeypatch):
+    conversation, text = filled(families.qwen3_next)
+
+    def torn(cache, kept):
+        cache.layers[1].crop(-60)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "restore", torn)
+        conversation.generate(with_turn(text[:, :90]), do_sample=False, max_new_tokens=3)
+    assert asked(conversation, with_turn(text[:, :90])) == 0
 
 
 def test_one_call_at_a_time():

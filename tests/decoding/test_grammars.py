@@ -226,8 +226,8 @@ def test_a_text_ends_the_reasoning_however_it_is_spelled():
         assert (state.allowed(len(tokenizer)) is not None) is is_over
 
 
-class InCapitals:
-    """A tokenizer that does not write a text as it was."""
+class LowerCasing:
+    """A tokenizer that writes a text otherwise than it was."""
 
     def encode(self, text, **options):
         return [ord(letter.lower()) - 97 for letter in text]
@@ -240,7 +240,7 @@ def test_a_budget_ends_the_reasoning_where_nobody_finds_its_end():
     """Behind the tokens of the end, whatever they are decoded to. Any token is an end, the first one, too."""
     table = Table([{1: 0}])
     for end, tokens in ((0, [0]), ([3, 0], [3, 0]), ("BAD", [1, 0, 3])):
-        state = AfterReasoning(table, end, InCapitals() if isinstance(end, str) else None, budget=2).fork()
+        state = AfterReasoning(table, end, LowerCasing() if isinstance(end, str) else None, budget=2).fork()
         for token in (9, 9):
             assert state.allowed(64) is None
             state.advance(token)
@@ -277,10 +277,9 @@ def test_what_is_likely_behind_a_draft_is_drafted():
     """Of what the state says behind each path; what the target writes there is its own choice."""
     moves = [{20: 1, 21: 2}, {22: 3, 23: 3, 24: 3}, {22: 3, 23: 3}, {25: 3}]
     text = GrammarProcessor(Spelling(moves, {1: [24]})).begin(torch.tensor([5]), 0, 1, 64)
-    sampler, logits = DraftSampler(LogitsProcessorList([text]), False, None), torch.arange(64.0).neg().expand(3, -1)
-    ids, paths = torch.tensor([[5]]), [[20, 0], [21, 0], [20, 24]]
-    for drafts, expected in (([path[:1] for path in paths], [24, 22, 24]), (paths[2:], [25])):
-        scores = sampler.scored_after(ids, torch.tensor(drafts), logits[: len(drafts)])
+    sampler, logits = DraftSampler(LogitsProcessorList([text]), False, None), torch.arange(64.0).neg().expand(2, -1)
+    for drafts, expected in (([[20], [21]], [24, 22]), ([[20, 24]], [25])):
+        scores = sampler.scored_after(torch.tensor([[5]]), torch.tensor(drafts), logits[: len(drafts)])
         assert scores.argmax(-1).tolist() == expected
     text.accept(20)
     assert text(torch.tensor([[5, 20]]), logits[:1]).argmax() == 22
